@@ -1,0 +1,1 @@
+"""disco_client: the trainer's side of discod."""

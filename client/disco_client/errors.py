@@ -1,0 +1,86 @@
+"""Every error that discod raises in a trainer: one base, a category each, leaves.
+
+The text of each gives the fact, the consequence and the remedy. Nothing here knows torch.
+"""
+
+
+class DiscodError(Exception):
+    """Base of all errors of discod."""
+
+
+# The daemon
+
+
+class DaemonError(DiscodError):
+    """The daemon cannot be reached or will not serve this process."""
+
+
+class DaemonNotRunning(DaemonError):
+    """No daemon listens on the socket, and this process was not asked to start one."""
+
+
+class DaemonLost(DaemonError):
+    """The daemon went away, or stopped answering, and was not back within the time allowed."""
+
+
+class AttachRefused(DaemonError):
+    """The daemon refused this client: the arena is over its budget, it is shutting down, ..."""
+
+
+class VersionMismatch(DaemonError):
+    """The daemon speaks another version of the protocol."""
+
+
+# Room
+
+
+class RoomError(DiscodError):
+    """There is no room for a blob. Blobs that were saved before are unaffected."""
+
+
+class ScratchFull(RoomError):
+    """The arena is full, and the disk or the daemon's quota has no room to take from it."""
+
+
+class ArenaFull(RoomError):
+    """All of the arena is held by loaded tensors that are still alive, or being copied."""
+
+
+class BlobTooLarge(RoomError):
+    """One blob is larger than the whole arena."""
+
+
+# Data
+
+
+class BlobError(DiscodError):
+    """One blob cannot be had. Other blobs are unaffected."""
+
+
+class ScratchError(BlobError):
+    """The scratch device failed to read or write the blob."""
+
+
+class BlobCorrupted(BlobError):
+    """What was read from the scratch is not what was written."""
+
+
+class BlobModified(BlobError):
+    """A tensor loaded earlier was changed in place, and it was the blob's only copy."""
+
+
+class HandleReleased(BlobError, KeyError):
+    """The handle is unknown here: released, cleaned up, or of another process."""
+
+    __str__ = Exception.__str__
+
+
+# Use
+
+
+class UnsupportedTensor(DiscodError, TypeError):
+    """The tensor's type or layout cannot be kept as bytes (sparse, meta, a subclass)."""
+
+
+class UnsupportedCall(DiscodError, RuntimeError):
+    """The form that was called cannot do this exactly; the text names the one that can."""

@@ -1,0 +1,108 @@
+"""Messages to bytes and back: msgpack maps, with every type and size checked before use.
+
+Never pickle, no extension types. A message is a map from field name to value with the verb's id
+under ``"verb"``; unknown verbs, missing or extra fields, wrong types and values outside the limits
+raise :class:`WireError`. Integers are in [-1, 2**63); -1 exists for ``Attach.rank`` alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar, get_type_hints
+
+import msgpack
+
+from discod.wire.messages import VERBS, Message
+
+MAX_MESSAGE_BYTES = 1 << 17
+"""128 KiB: below the default send buffer of a unix socket, so that any packet can be sent whole."""
+MAX_TEXT_CHARS = 1 << 16
+MAX_BYTES_FIELD = 64
+MAX_LIST_ITEMS = 256
+
+_MAX_INT = (1 << 63) - 1
+
+M = TypeVar("M", bound=Message)
+
+
+class WireError(ValueError):
+    """A message breaks the protocol; the text says how. The sender is at fault."""
+
+
+def _check_int(value: object) -> bool:
+    return type(value) is int and -1 <= value <= _MAX_INT
+
+
+def _check_str(value: object) -> bool:
+    return type(value) is str and len(value) <= MAX_TEXT_CHARS
+
+
+def _check_bytes(value: object) -> bool:
+    return type(value) is bytes and len(value) <= MAX_BYTES_FIELD
+
+
+def _check_bool(value: object) -> bool:
+    return type(value) is bool
+
+
+def _check_strs(value: object) -> bool:
+    return (
+        type(value) is tuple and len(value) <= MAX_LIST_ITEMS and all(_check_str(v) for v in value)
+    )
+
+
+_CHECKS: dict[Any, Callable[[object], bool]] = {
+    int: _check_int,
+    str: _check_str,
+    bytes: _check_bytes,
+    bool: _check_bool,
+    tuple[str, ...]: _check_strs,
+}
+
+_VERB_IDS = {cls: verb for verb, cls in VERBS.items()}
+_FIELD_NAMES = {cls: tuple(f.name for f in fields(cls)) for cls in VERBS.values()}
+_FIELD_CHECKS = {
+    cls: {name: _CHECKS[kind] for name, kind in get_type_hints(cls).items()}
+    for cls in VERBS.values()
+}
+
+
+def encode(message: Message) -> bytes:
+    """The message's bytes. Raises :class:`WireError` when it is over ``MAX_MESSAGE_BYTES``."""
+    cls = type(message)
+    body: dict[str, object] = {name: getattr(message, name) for name in _FIELD_NAMES[cls]}
+    body["verb"] = _VERB_IDS[cls]
+    data: bytes = msgpack.packb(body)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"{cls.__name__} of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
+    return data
+
+
+def decode(data: bytes | memoryview, *expected: type[M]) -> M:
+    """The message in ``data``, which must be one of the ``expected`` classes.
+
+    Raises:
+        WireError: Not msgpack, another verb, or a field that is missing, unknown, of another type
+            or outside its limits.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"message of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
+    try:
+        body = msgpack.unpackb(data, use_list=False, strict_map_key=True, timestamp=0)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"not a message: {error}") from None
+    if type(body) is not dict:
+        raise WireError(f"not a map but {type(body).__name__}")
+    verb = body.pop("verb", None)
+    cls = VERBS.get(verb) if type(verb) is int else None
+    if cls is None:
+        raise WireError(f"unknown verb {verb!r:.40}")
+    if cls not in expected:
+        names = ", ".join(e.__name__ for e in expected)
+        raise WireError(f"{cls.__name__} came where {names} was expected")
+    checks = _FIELD_CHECKS[cls]
+    if body.keys() != checks.keys():
+        raise WireError(f"{cls.__name__} with the wrong fields")
+    for name, check in checks.items():
+        if not check(body[name]):
+            raise WireError(f"{cls.__name__}.{name} of a wrong type or outside its limits")
+    return cls(**body)

@@ -1,0 +1,55 @@
+"""One message, and the fds beside it, over a ``SOCK_SEQPACKET`` socket.
+
+A packet is sent and received whole. Received fds are close-on-exec, and are closed here when the
+packet turns out to be no use.
+"""
+
+import array
+import os
+import socket
+from collections.abc import Sequence
+from typing import TypeVar
+
+from discod.wire.codec import MAX_MESSAGE_BYTES, WireError, decode, encode
+from discod.wire.messages import Message
+
+MAX_FDS = 64
+"""Most fds in one packet: the arena and one scratch file per directory."""
+
+M = TypeVar("M", bound=Message)
+
+
+def send_message(connection: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
+    """Send ``message`` and ``fds`` as one packet. Raises ``OSError`` as ``sendmsg`` does."""
+    ancillary = []
+    if fds:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())]
+    connection.sendmsg([encode(message)], ancillary, socket.MSG_NOSIGNAL)
+
+
+def receive_message(connection: socket.socket, *expected: type[M]) -> tuple[M, list[int]]:
+    """The next packet's message, of one of the ``expected`` classes, and its fds (now yours).
+
+    Raises:
+        ConnectionResetError: The peer closed the connection.
+        WireError: The packet breaks the protocol; its fds are closed.
+        OSError: As ``recvmsg`` raises, ``TimeoutError`` and ``BlockingIOError`` among them.
+    """
+    space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+    data, ancillary, flags, _ = connection.recvmsg(
+        MAX_MESSAGE_BYTES + 1, space, socket.MSG_CMSG_CLOEXEC
+    )
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    try:
+        if not data:
+            raise ConnectionResetError("the peer closed the connection")
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise WireError("packet or fds truncated")
+        return decode(data, *expected), list(fds)
+    except (ConnectionResetError, WireError):
+        for fd in fds:
+            os.close(fd)
+        raise

@@ -1,0 +1,225 @@
+"""Every message between client and daemon: one frozen dataclass each, and its verb id.
+
+Two conversations exist. The *attach* conversation runs over the ``SOCK_SEQPACKET`` lifeline, one
+packet a message, some with fds:
+
+1. client: :class:`Hello`; daemon: :class:`Welcome`, or :class:`Refused` and close.
+2. client: :class:`Attach` with the arena's memfd (and, to resume, its scratch fds);
+   daemon: :class:`Attached` with one ``O_PATH`` fd per scratch file, or :class:`Refused` and close.
+3. The connection then stays open and silent: it is the lifeline.
+
+``discod status`` sends :class:`StatusRequest` in place of step 2 and gets :class:`StatusReply`.
+
+The *I/O* conversation runs over ZeroMQ (DEALER to ROUTER): every :data:`Request` has a ``seq`` of
+the client's and the daemon's ``epoch``, and gets exactly one :data:`Reply` with the same ``seq``.
+All offsets and lengths are bytes and multiples of :data:`discod.wire.PAGE_BYTES`.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+IDENTITY_BYTES = 16
+
+
+class Failure(StrEnum):
+    """Why a request failed (``Failed.kind``)."""
+
+    CANCELLED = "cancelled"
+    """Cancelled before it began; nothing was transferred."""
+    DISK_FULL = "disk-full"
+    """No space on the file system, or the daemon's ``--disk`` quota is used up."""
+    IO = "io"
+    """The device answered with an error, or with less than was asked for."""
+    CORRUPT = "corrupt"
+    """What was read does not have the checksum that was taken when it was written."""
+    REFUSED = "refused"
+    """Out of bounds, an old epoch, or malformed: a fault of the sender."""
+
+
+# The attach conversation.
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Client: the first packet; its form never changes, so that versions can be compared."""
+
+    protocol: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Daemon: who it is and what it has to give."""
+
+    protocol: int
+    version: str
+    epoch: int
+    pid: int
+    ram_bytes: int
+    ram_free_bytes: int
+    disk_bytes: int
+    directories: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """Client: attach with an arena; fds: the memfd, and to resume, each scratch file in order.
+
+    ``rank`` is -1 outside distributed jobs. ``command`` is for people only.
+    """
+
+    arena_bytes: int
+    rank: int
+    command: str
+    resume: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """Daemon: the ZeroMQ identity to use; fds: one ``O_PATH`` scratch file per directory."""
+
+    identity: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Daemon: the attach is refused; the connection closes. ``text`` has fact and remedy."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRequest:
+    """Client: ask for the daemon's status instead of attaching."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusReply:
+    """Daemon: its status, as JSON text in the form that ``discod status --json`` prints."""
+
+    json: str
+
+
+# The I/O conversation: requests.
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write ``length`` bytes of the arena at ``slot`` to scratch file ``file`` at ``offset``."""
+
+    seq: int
+    epoch: int
+    file: int
+    offset: int
+    slot: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read the extent back into the arena and verify ``checksum``, as :class:`Done` gave it.
+
+    ``urgent``: a trainer is blocked on it; otherwise it is a prefetch.
+    """
+
+    seq: int
+    epoch: int
+    file: int
+    offset: int
+    slot: int
+    length: int
+    checksum: bytes
+    urgent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    """Make the queued prefetch ``target`` (a seq) urgent. Unknown targets are no error."""
+
+    seq: int
+    epoch: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Cancel the request ``target`` (a seq) unless it has begun.
+
+    ``target`` is still answered by itself: ``CANCELLED`` or its outcome. Unknown targets are no
+    error.
+    """
+
+    seq: int
+    epoch: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trim:
+    """Nothing at or above ``size`` in ``file`` is in use.
+
+    The daemon gives the space back once the file has stayed idle for some seconds, so that
+    steady training keeps its extents and an idle job holds no disk.
+    """
+
+    seq: int
+    epoch: int
+    file: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Answered at once by the event loop: shows that the daemon is not frozen."""
+
+    seq: int
+    epoch: int
+
+
+# The I/O conversation: replies.
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The request succeeded. ``checksum``: of what was written, else empty."""
+
+    seq: int
+    epoch: int
+    checksum: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request failed. ``kind`` is a :class:`Failure`, ``errno`` 0 where there is none."""
+
+    seq: int
+    epoch: int
+    kind: str
+    errno: int
+    text: str
+
+
+Request = Write | Read | Promote | Cancel | Trim | Ping
+Reply = Done | Failed
+Message = (
+    Hello | Welcome | Attach | Attached | Refused | StatusRequest | StatusReply | Request | Reply
+)
+
+VERBS: dict[int, type[Message]] = {
+    1: Hello,
+    2: Welcome,
+    3: Attach,
+    4: Attached,
+    5: Refused,
+    6: StatusRequest,
+    7: StatusReply,
+    16: Write,
+    17: Read,
+    18: Promote,
+    19: Cancel,
+    20: Trim,
+    21: Ping,
+    32: Done,
+    33: Failed,
+}
+"""Verb ids; append only."""
