@@ -1,0 +1,55 @@
+# Everything here needs only Python 3.11 or later with venv and pip, git and make.
+# The first command makes .venv and installs into it; it is made again when its inputs change.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format coverage bench-io clean
+
+help:  ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "discod needs Python 3.11 or later, and $(PYTHON) is not; try: make PYTHON=python3.11" >&2; \
+	  exit 1; }
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## Train a small GPT with and without discod, and compare (3 minutes)
+	$(BIN)/python -m examples.demo $(DEMO_ARGS)
+
+test: lint  ## Lint, type check and run all tests, as CI does
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)  ## Check style and types only
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## Put the code into the project's form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+coverage: $(STAMP)  ## Run all tests, and show which lines no test reached
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(PYTEST_ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --show-missing --skip-covered
+
+bench-io: $(STAMP)  ## Measure saving and loading against fio and a bare O_DIRECT probe
+	$(BIN)/python -m tests.benchmarks.io $(BENCH_ARGS)
+
+clean:  ## Remove .venv and all caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis htmlcov build dist
+	rm -f .coverage .coverage.*
+	find . -name __pycache__ -prune -exec rm -rf {} +
