@@ -1,0 +1,236 @@
+"""When each blob is needed next: learned from the last cycle, or newest first.
+
+:class:`Plan` is one finished cycle's order, and which blobs to write at once when the next cycle
+is the same. :class:`Order` records the cycle that runs, compares it with the plan, and gives every
+blob's next use. What follows from that is decided in ``residency.py``.
+"""
+
+import heapq
+from collections.abc import Sequence
+from enum import Enum
+
+from disco_client.extents import ExtentAllocator
+from discod.wire import PAGE_BYTES
+
+MAX_TRACE_EVENTS = 1 << 20
+"""A cycle of more events is not learned: someone keeps a blob for ever, so it never ends."""
+
+_LAST_OF_ALL = 1 << 48
+"""Next use of a blob that was loaded already or never will be; above every position."""
+
+
+class Event(Enum):
+    """What happened to a blob: saved, loaded for the first time, freed."""
+
+    SAVE = "save"
+    LOAD = "load"
+    FREE = "free"
+
+
+def staging_bytes(capacity_bytes: int, largest_bytes: int) -> int:
+    """Room to keep for blobs that are on their way to disk.
+
+    An eighth of the arena: a few blobs at least in training, so that writes overlap with compute,
+    and never less than one blob.
+    """
+    return max(largest_bytes, capacity_bytes // 8 // PAGE_BYTES * PAGE_BYTES)
+
+
+class Plan:
+    """The order of one finished cycle.
+
+    Args:
+        sizes: Bytes of each blob, by save index.
+        events: What happened, in order, with the save index; at most one ``LOAD`` a blob.
+        capacity_bytes: Size of the arena.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], events: Sequence[tuple[Event, int]], capacity_bytes: int
+    ) -> None:
+        self.sizes = tuple(sizes)
+        self.loads = tuple(index for event, index in events if event is Event.LOAD)
+        """Save indices in the order of their first loads."""
+        self.next_use = [_LAST_OF_ALL - index for index in range(len(sizes))]
+        """Position of each blob's first load; ``_LAST_OF_ALL`` or little less: never loaded."""
+        self.saved_bytes = [0]
+        """Bytes of the first n saves, by n."""
+        self._saves_before_use = [len(sizes)] * len(sizes)
+        live = peak = 0
+        for position, (event, index) in enumerate(events):
+            if event is Event.SAVE:
+                live += sizes[index]
+                peak = max(peak, live)
+                self.saved_bytes.append(self.saved_bytes[-1] + sizes[index])
+            elif event is Event.FREE:
+                live -= sizes[index]
+            else:
+                self.next_use[index] = position
+                self._saves_before_use[index] = len(self.saved_bytes) - 1
+        self.write_at_once: frozenset[int] = frozenset()
+        """Save indices of the blobs to write as soon as they are saved: what does not fit."""
+        if peak > capacity_bytes:
+            self.write_at_once = self._overflow(events, capacity_bytes)
+
+    def bytes_before_use(self, index: int, saves: int) -> int:
+        """Bytes that are yet to be saved before the blob is needed, after the first ``saves``."""
+        before = self._saves_before_use[index]
+        return max(0, self.saved_bytes[before] - self.saved_bytes[min(saves, len(self.sizes))])
+
+    def _overflow(self, events: Sequence[tuple[Event, int]], capacity_bytes: int) -> frozenset[int]:
+        written, hurried = self._simulate(events, capacity_bytes)
+        largest = max(self.sizes)
+        reduced = capacity_bytes - staging_bytes(capacity_bytes, largest)
+        if hurried and reduced >= largest:
+            # What is used first in, first out (pipeline schedules) would be written through a
+            # single slot, each save waiting for the write before it.
+            written, _ = self._simulate(events, reduced)
+        return frozenset(written)
+
+    def _simulate(
+        self, events: Sequence[tuple[Event, int]], capacity_bytes: int
+    ) -> tuple[set[int], bool]:
+        """Which blobs Belady's rule writes with that capacity, and whether any in a hurry.
+
+        Belady: what is needed last goes. The real allocator is used, because with blobs of
+        several sizes not every byte can be used. A blob that is loaded and not yet freed is
+        being used, so it goes only when nothing else is left. "In a hurry" is a blob whose place
+        is needed before as many bytes were saved as there is staging.
+        """
+        arena = ExtentAllocator(capacity_bytes)
+        staging = staging_bytes(capacity_bytes, max(self.sizes))
+        slots: dict[int, int] = {}
+        heap: list[tuple[int, int]] = []
+        written: set[int] = set()
+        hurried = False
+        saves = 0
+        for event, index in events:
+            if event is Event.FREE:
+                if index in slots:
+                    arena.free(slots.pop(index), self.sizes[index])
+                continue
+            saves += event is Event.SAVE
+            if index not in slots:
+                slot = arena.allocate(self.sizes[index])
+                while slot is None and (victim := _pop_resident(heap, slots)) is not None:
+                    arena.free(slots.pop(victim), self.sizes[victim])
+                    if event is Event.SAVE and victim not in written:
+                        since = self.saved_bytes[saves - 1] - self.saved_bytes[victim + 1]
+                        hurried = hurried or since < staging
+                    written.add(victim)
+                    slot = arena.allocate(self.sizes[index])
+                if slot is None:
+                    continue
+                slots[index] = slot
+            heapq.heappush(heap, (1 if event is Event.LOAD else -self.next_use[index], index))
+        return written, hurried
+
+
+def _pop_resident(heap: list[tuple[int, int]], slots: dict[int, int]) -> int | None:
+    while heap:
+        _, index = heapq.heappop(heap)
+        if index in slots:
+            return index
+    return None
+
+
+class Order:
+    """The running cycle's order: recorded, compared with the plan, asked for next uses.
+
+    A cycle follows the plan of the last one as long as its saves have the planned sizes and its
+    first loads come in the planned order. After the first deviation, and without a plan, the
+    newest blob is expected to be needed first.
+
+    Args:
+        capacity_bytes: Size of the arena.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity = capacity_bytes
+        self.plan: Plan | None = None
+        """The last cycle's order; None before there is one."""
+        self.follows = False
+        """Whether this cycle has followed the plan so far."""
+        self.saves = 0
+        """Saves in this cycle: the index of the next one."""
+        self._loads = 0
+        self._sizes: list[int] = []
+        self._events: list[tuple[Event, int]] | None = []
+
+    @property
+    def all_saved(self) -> bool:
+        """Whether every save of the plan was made."""
+        return self.follows and self.plan is not None and self.saves >= len(self.plan.sizes)
+
+    def expect_save(self, size_bytes: int) -> bool:
+        """A save is coming, perhaps after others. True: this cycle deviates, from now on."""
+        if not self.follows or self.plan is None:
+            return False
+        sizes = self.plan.sizes
+        self.follows = self.saves < len(sizes) and sizes[self.saves] == size_bytes
+        return not self.follows
+
+    def save(self, size_bytes: int) -> int:
+        """A blob was saved; its index."""
+        index = self.saves
+        self.saves += 1
+        self._record(Event.SAVE, index)
+        if self._events is not None:
+            self._sizes.append(size_bytes)
+        return index
+
+    def load(self, index: int) -> bool:
+        """A blob is loaded for the first time. True: this cycle deviates, from now on."""
+        self._record(Event.LOAD, index)
+        loads = self._loads
+        self._loads += 1
+        if not self.follows or self.plan is None:
+            return False
+        self.follows = loads < len(self.plan.loads) and self.plan.loads[loads] == index
+        return not self.follows
+
+    def free(self, index: int) -> None:
+        """A blob was freed."""
+        self._record(Event.FREE, index)
+
+    def spoil(self) -> None:
+        """This cycle is not like the next: do not learn from it."""
+        self._events = None
+
+    def end_cycle(self) -> None:
+        """No blob is alive: learn from this cycle if it had loads, and begin the next."""
+        complete = self.follows and self.plan is not None and self._loads == len(self.plan.loads)
+        if self._events and self._loads and not (complete and self.all_saved):
+            self.plan = Plan(self._sizes, self._events, self._capacity)
+        self.follows = self.plan is not None
+        self.saves = self._loads = 0
+        self._sizes = []
+        self._events = []
+
+    def next_use(self, index: int, used: bool) -> int:
+        """A number that is the greater the later the blob is needed; constant until ``used``.
+
+        It changes for all blobs when the cycle deviates. Blobs that were used count as needed
+        last, among themselves newest first.
+        """
+        if used:
+            return _LAST_OF_ALL - index
+        if self.follows and self.plan is not None:
+            return self.plan.next_use[index]
+        return -index
+
+    def writes_at_once(self, index: int) -> bool:
+        """Whether the plan wants the blob written as soon as it is saved."""
+        return self.follows and self.plan is not None and index in self.plan.write_at_once
+
+    def bytes_before_use(self, index: int) -> int:
+        """Bytes the plan has yet to be saved before the blob is needed; 0 without a plan."""
+        if not self.follows or self.plan is None:
+            return 0
+        return self.plan.bytes_before_use(index, self.saves)
+
+    def _record(self, event: Event, index: int) -> None:
+        if self._events is not None:
+            self._events.append((event, index))
+            if len(self._events) > MAX_TRACE_EVENTS:
+                self._events = None
