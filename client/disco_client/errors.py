@@ -27,6 +27,10 @@ class AttachRefused(DaemonError):
     """The daemon refused this client: the arena is over its budget, it is shutting down, ..."""
 
 
+class SocketForbidden(DaemonError, PermissionError):
+    """The socket belongs to another user, or its mode keeps this process out."""
+
+
 class VersionMismatch(DaemonError):
     """The daemon speaks another version of the protocol."""
 
@@ -78,9 +82,21 @@ class HandleReleased(BlobError, KeyError):
 # Use
 
 
+class UsageError(DiscodError, RuntimeError):
+    """A call that makes no sense in the present state, such as attaching twice."""
+
+
 class UnsupportedTensor(DiscodError, TypeError):
     """The tensor's type or layout cannot be kept as bytes (sparse, meta, a subclass)."""
 
 
 class UnsupportedCall(DiscodError, RuntimeError):
     """The form that was called cannot do this exactly; the text names the one that can."""
+
+
+class UnsupportedKeyword(UnsupportedCall, TypeError):
+    """A keyword argument was given to a form that would lose its gradient."""
+
+
+class UnsupportedOutput(UnsupportedCall, TypeError):
+    """The function returned a container through which the form would lose gradients."""

@@ -7,7 +7,7 @@ raise :class:`WireError`. Integers are in [-1, 2**63); -1 exists for ``Attach.ra
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints, overload
 
 import msgpack
 
@@ -22,6 +22,7 @@ MAX_LIST_ITEMS = 256
 _MAX_INT = (1 << 63) - 1
 
 M = TypeVar("M", bound=Message)
+N = TypeVar("N", bound=Message)
 
 
 class WireError(ValueError):
@@ -77,7 +78,13 @@ def encode(message: Message) -> bytes:
     return data
 
 
-def decode(data: bytes | memoryview, *expected: type[M]) -> M:
+@overload
+def decode(data: bytes | memoryview, one: type[M], /) -> M: ...
+@overload
+def decode(data: bytes | memoryview, one: type[M], other: type[N], /) -> M | N: ...
+@overload
+def decode(data: bytes | memoryview, /, *expected: type[Message]) -> Message: ...
+def decode(data: bytes | memoryview, /, *expected: type[Any]) -> Any:
     """The message in ``data``, which must be one of the ``expected`` classes.
 
     Raises:

@@ -8,7 +8,7 @@ import array
 import os
 import socket
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar, overload
 
 from discod.wire.codec import MAX_MESSAGE_BYTES, WireError, decode, encode
 from discod.wire.messages import Message
@@ -17,6 +17,7 @@ MAX_FDS = 64
 """Most fds in one packet: the arena and one scratch file per directory."""
 
 M = TypeVar("M", bound=Message)
+N = TypeVar("N", bound=Message)
 
 
 def send_message(connection: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
@@ -27,7 +28,13 @@ def send_message(connection: socket.socket, message: Message, fds: Sequence[int]
     connection.sendmsg([encode(message)], ancillary, socket.MSG_NOSIGNAL)
 
 
-def receive_message(connection: socket.socket, *expected: type[M]) -> tuple[M, list[int]]:
+@overload
+def receive_message(connection: socket.socket, one: type[M], /) -> tuple[M, list[int]]: ...
+@overload
+def receive_message(
+    connection: socket.socket, one: type[M], other: type[N], /
+) -> tuple[M | N, list[int]]: ...
+def receive_message(connection: socket.socket, /, *expected: type[Any]) -> tuple[Any, list[int]]:
     """The next packet's message, of one of the ``expected`` classes, and its fds (now yours).
 
     Raises:

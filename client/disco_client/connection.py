@@ -1,0 +1,224 @@
+"""The process's one attachment: made explicitly, or at first use from the environment."""
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from disco_client.arena import HUGE_PAGE_BYTES, Arena
+from disco_client.errors import DaemonNotRunning, UsageError
+from disco_client.greeting import Greeting
+from disco_client.hooks import Packer
+from disco_client.launch import SETTLE_SECONDS, Launcher
+from disco_client.link import Link
+from disco_client.session import Session
+from disco_client.stats import Stats
+from discod.wire.paths import default_socket_dir
+from discod.wire.sizes import format_size, parse_size
+
+_log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.02
+
+ScratchDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """What the process has while it is attached."""
+
+    session: Session
+    packer: Packer
+
+
+_connection: Connection | None = None
+_lock = threading.Lock()
+
+
+def connect(
+    socket_dir: str | os.PathLike[str] | None = None,
+    *,
+    scratch: ScratchDirs | None = None,
+    arena: int | str | None = None,
+    min_bytes: int | str = "1MiB",
+    reconnect_timeout: float = 60.0,
+    reply_timeout: float = 60.0,
+    start_timeout: float = 10.0,
+) -> None:
+    """Attach this process to the node's daemon.
+
+    Without this call, the first use attaches with the defaults below.
+
+    Args:
+        socket_dir: The daemon's socket directory; default ``DISCOD_SOCKET_DIR``, else the
+            daemon's own default.
+        scratch: Start a daemon with these directories when none is running: one for the node,
+            whichever rank comes first; it ends some seconds after its last client. Default
+            ``DISCOD_SCRATCH`` (several separated by ``:``), else none is started.
+        arena: This process's RAM tier, in bytes or as ``"8GiB"``. Default ``DISCOD_ARENA``, else
+            the daemon's ``--ram`` divided by ``LOCAL_WORLD_SIZE``, or what is left of it.
+        min_bytes: ``checkpoint()`` and ``Disco`` leave smaller tensors in memory.
+        reconnect_timeout: Seconds that a call may wait for a daemon that went away.
+        reply_timeout: Seconds that a call may wait for a daemon that is there but does not answer.
+        start_timeout: Seconds that a daemon started here may take to be ready.
+
+    Raises:
+        DaemonNotRunning: Nothing listens there, or the daemon that was started has ended.
+        DaemonError: Another leaf says why the daemon will not serve this process.
+        UsageError: Already attached.
+        ValueError: A size or timeout is malformed.
+    """
+    global _connection
+    with _lock:
+        if _connection is not None:
+            raise UsageError(
+                "this process is attached already (by connect(), or by its first use of discod); "
+                "call connect() before anything else, or close() first"
+            )
+        _connection = _attach(
+            _socket_dir(socket_dir),
+            _scratch_dirs(scratch),
+            os.environ.get("DISCOD_ARENA") or None if arena is None else arena,
+            parse_size(min_bytes),
+            reconnect_timeout=reconnect_timeout,
+            reply_timeout=reply_timeout,
+            start_timeout=start_timeout,
+        )
+
+
+def current() -> Connection:
+    """The process's connection, made now if there is none. Raises as :func:`connect`."""
+    connection = _connection
+    if connection is None:
+        with contextlib.suppress(UsageError):  # another thread was first
+            connect()
+        connection = _connection
+        if connection is None:
+            raise UsageError("close() was called while another thread was attaching")
+    return connection
+
+
+def stats() -> Stats:
+    """What this process has offloaded; all zero before it is attached."""
+    connection = _connection
+    return Stats() if connection is None else connection.session.stats()
+
+
+def close() -> None:
+    """Detach; the daemon frees everything of this process at once. Idempotent.
+
+    Blobs that are still held are lost. Tensors that were loaded stay valid.
+    """
+    global _connection
+    with _lock:
+        connection, _connection = _connection, None
+    if connection is not None:
+        connection.session.close()
+
+
+def _attach(
+    socket_dir: Path,
+    scratch: list[Path],
+    arena: int | str | None,
+    min_bytes: int,
+    *,
+    reconnect_timeout: float,
+    reply_timeout: float,
+    start_timeout: float,
+) -> Connection:
+    launcher = Launcher(scratch, socket_dir) if scratch else None
+    greeting = _greet(socket_dir, launcher, start_timeout)
+    try:
+        size = _default_arena(greeting) if arena is None else parse_size(arena)
+        segment = Arena(size)
+    except BaseException:
+        greeting.close()
+        raise
+    try:
+        link = Link(
+            greeting,
+            segment.fd,
+            segment.size_bytes,
+            reconnect_timeout=reconnect_timeout,
+            reply_timeout=reply_timeout,
+            restart=launcher.ensure if launcher else _leave_to_others,
+        )
+    except BaseException:
+        segment.close()
+        raise
+    _log.info(
+        "attached to discod %s (pid %d) in %s: arena %s, scratch %s",
+        greeting.welcome.version,
+        greeting.welcome.pid,
+        socket_dir,
+        format_size(segment.size_bytes),
+        ", ".join(link.directories),
+    )
+    session = Session(segment, link)
+    return Connection(session, Packer(session, min_bytes))
+
+
+def _greet(socket_dir: Path, launcher: Launcher | None, start_timeout: float) -> Greeting:
+    """The daemon's greeting, after starting one if that is asked for and there is none."""
+    try:
+        return Greeting(socket_dir)
+    except DaemonNotRunning:
+        if launcher is None:
+            raise
+    launcher.ensure()
+    deadline = time.monotonic() + start_timeout
+    failed_at: float | None = None
+    while True:
+        time.sleep(_POLL_SECONDS)
+        try:
+            return Greeting(socket_dir)
+        except DaemonNotRunning:
+            launcher.poll()
+            now = time.monotonic()
+            if launcher.failure and failed_at is None:
+                failed_at = now
+            if now > deadline or (failed_at is not None and now > failed_at + SETTLE_SECONDS):
+                raise launcher.error(socket_dir) from None
+
+
+def _default_arena(greeting: Greeting) -> int:
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    welcome = greeting.welcome
+    share = min(welcome.ram_bytes // ranks, welcome.ram_free_bytes)
+    return max(HUGE_PAGE_BYTES, share // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+
+
+def _socket_dir(socket_dir: str | os.PathLike[str] | None) -> Path:
+    if socket_dir is None:
+        socket_dir = os.environ.get("DISCOD_SOCKET_DIR") or default_socket_dir()
+    return Path(os.path.abspath(socket_dir))
+
+
+def _scratch_dirs(scratch: ScratchDirs | None) -> list[Path]:
+    if scratch is None:
+        return [Path(part) for part in os.environ.get("DISCOD_SCRATCH", "").split(":") if part]
+    if isinstance(scratch, str | os.PathLike):
+        return [Path(scratch)]
+    return [Path(part) for part in scratch]
+
+
+def _leave_to_others() -> None:
+    """The daemon was not started here, so it is not restarted here."""
+
+
+def _after_fork_in_child() -> None:
+    """The attachment is the parent's: the child has none, and makes its own at first use."""
+    global _connection, _lock
+    connection, _connection = _connection, None
+    _lock = threading.Lock()
+    if connection is not None:
+        connection.session.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(close)

@@ -1,0 +1,150 @@
+"""The attach conversation, from the client's side: find the daemon, agree, hand over the fds.
+
+The steps are those of :mod:`discod.wire.messages`; each failure is an error that says what to do.
+What happens on an attached connection is in :mod:`disco_client.link`.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from disco_client.errors import (
+    AttachRefused,
+    DaemonError,
+    DaemonLost,
+    DaemonNotRunning,
+    SocketForbidden,
+    VersionMismatch,
+)
+from discod.wire import PROTOCOL_VERSION
+from discod.wire.codec import WireError
+from discod.wire.fds import receive_message, send_message
+from discod.wire.messages import Attach, Attached, Hello, Refused, Welcome
+from discod.wire.paths import socket_paths
+
+HANDSHAKE_SECONDS = 3.0
+"""Most time for one attach message; a daemon answers in well under a millisecond."""
+
+
+def client_version() -> str:
+    """The installed distribution's version, for messages alone."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("discod")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+class Greeting:
+    """An open lifeline on which the daemon has introduced itself, not yet attached.
+
+    Args:
+        socket_dir: The daemon's socket directory.
+
+    Raises:
+        DaemonNotRunning: Nothing listens there.
+        SocketForbidden: The socket's mode or owner keeps this process out.
+        VersionMismatch: Another protocol version.
+        AttachRefused: The daemon refuses this user, or is shutting down.
+        DaemonLost: It listens but does not answer.
+    """
+
+    def __init__(self, socket_dir: Path) -> None:
+        self.path, self.io_path = socket_paths(socket_dir)
+        self._lifeline = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            self._lifeline.settimeout(HANDSHAKE_SECONDS)
+            self._connect()
+            hello = Hello(protocol=PROTOCOL_VERSION, version=client_version())
+            send_message(self._lifeline, hello)
+            self.welcome = self._receive_welcome()
+        except BaseException as error:
+            self._lifeline.close()
+            if isinstance(error, OSError) and not isinstance(error, DaemonError):
+                raise self._silent(error) from error
+            raise
+
+    def attach(
+        self, arena_fd: int, arena_bytes: int, scratch_fds: Sequence[int]
+    ) -> tuple[socket.socket, bytes, list[int]]:
+        """Attach, or resume when ``scratch_fds`` are given: lifeline, identity, scratch fds.
+
+        The scratch fds returned are new ones of the daemon's files, or those given.
+        """
+        attach = Attach(
+            arena_bytes=arena_bytes,
+            rank=_rank(),
+            command=" ".join(sys.argv)[:200],
+            resume=bool(scratch_fds),
+        )
+        try:
+            send_message(self._lifeline, attach, [arena_fd, *scratch_fds])
+            reply, fds = receive_message(self._lifeline, Attached, Refused)
+        except (OSError, WireError) as error:
+            self._lifeline.close()
+            raise self._silent(error) from error
+        if isinstance(reply, Refused):
+            self._lifeline.close()
+            raise AttachRefused(reply.text)
+        self._lifeline.setblocking(False)
+        return self._lifeline, reply.identity, fds or list(scratch_fds)
+
+    def close(self) -> None:
+        """Hang up instead of attaching."""
+        self._lifeline.close()
+
+    def _connect(self) -> None:
+        try:
+            owner = os.stat(self.path).st_uid
+            if owner not in (0, os.geteuid()):
+                raise SocketForbidden(
+                    f"socket {self.path} belongs to uid {owner}, not to root or uid "
+                    f"{os.geteuid()}: not connecting to it"
+                )
+            self._lifeline.connect(str(self.path))
+        except SocketForbidden:
+            raise
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            raise DaemonNotRunning(
+                f"no discod daemon listens on {self.path} ({error.strerror}): nothing can be "
+                "offloaded. Start one with 'discod --scratch DIR --socket-dir "
+                f"{self.path.parent}', or let this process start one with "
+                "connect(scratch=DIR) or DISCOD_SCRATCH=DIR"
+            ) from error
+        except PermissionError as error:
+            raise SocketForbidden(
+                f"no permission for socket {self.path} (uid {os.geteuid()}): run the trainer as "
+                "the daemon's user, or start a daemon of your own with connect(scratch=DIR)"
+            ) from error
+
+    def _receive_welcome(self) -> Welcome:
+        try:
+            reply, _ = receive_message(self._lifeline, Welcome, Refused)
+        except WireError as error:
+            raise VersionMismatch(
+                f"the daemon on {self.path} does not speak protocol {PROTOCOL_VERSION} ({error}); "
+                f"run the same version of discod on both sides (this is {client_version()})"
+            ) from error
+        if isinstance(reply, Refused):
+            raise AttachRefused(reply.text)
+        if reply.protocol != PROTOCOL_VERSION:
+            raise VersionMismatch(
+                f"the daemon on {self.path} is discod {reply.version} with protocol "
+                f"{reply.protocol}, this client is {client_version()} with protocol "
+                f"{PROTOCOL_VERSION}; run the same version on both sides"
+            )
+        return reply
+
+    def _silent(self, error: Exception) -> DaemonLost:
+        return DaemonLost(
+            f"the daemon on {self.path} did not complete the attach within "
+            f"{HANDSHAKE_SECONDS:.0f} s ({error}); see its log, and 'discod status'"
+        )
+
+
+def _rank() -> int:
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else -1

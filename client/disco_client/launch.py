@@ -1,0 +1,90 @@
+"""Starting a daemon for this node when there is none: ``connect(scratch=...)``.
+
+Any number of ranks may try at the same moment. The daemon's own locks let one of them through;
+the others' processes end at once, and their clients find the one that runs.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from disco_client.errors import DaemonNotRunning
+
+EXIT_IDLE_SECONDS = 5
+"""How long a daemon started here stays after its last client."""
+
+SETTLE_SECONDS = 3.0
+"""After a daemon started here has failed: how long another rank's may take to show up."""
+
+
+class Launcher:
+    """Starts ``discod`` in the background, detached from this process and its terminal.
+
+    Args:
+        scratch: Its scratch directories.
+        socket_dir: Its socket directory.
+    """
+
+    def __init__(self, scratch: Sequence[Path], socket_dir: Path) -> None:
+        self._command = [sys.executable, "-m", "discod", "--socket-dir", str(socket_dir)]
+        for directory in scratch:
+            self._command += ["--scratch", str(directory.absolute())]
+        self._command += ["--exit-idle", str(EXIT_IDLE_SECONDS)]
+        self._pid: int | None = None
+        self._log_fd = -1
+        self.failure: str | None = None
+        """What the last daemon said when it ended with an error."""
+
+    def ensure(self) -> None:
+        """Start a daemon unless one that was started here still runs. Does not wait for it."""
+        if self._pid is not None and self._running():
+            return
+        # An unlinked log: read back when the start fails, and gone with the daemon.
+        if self._log_fd >= 0:
+            os.close(self._log_fd)
+        self._log_fd = os.memfd_create("discod-log", os.MFD_CLOEXEC)
+        environment = {k: v for k, v in os.environ.items() if k not in _OWN_OPTIONS}
+        self._pid = os.posix_spawn(
+            sys.executable,
+            self._command,
+            environment,
+            setsid=True,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, self._log_fd, 1),
+                (os.POSIX_SPAWN_DUP2, self._log_fd, 2),
+            ],
+        )
+
+    def poll(self) -> None:
+        """Notice that the daemon has ended; :attr:`failure` then says why."""
+        if self._pid is not None:
+            self._running()
+
+    def error(self, socket_dir: Path) -> DaemonNotRunning:
+        """The error for a start that failed."""
+        return DaemonNotRunning(
+            f"the daemon that was to listen in {socket_dir} did not start: "
+            f"{self.failure or 'it is not ready yet'} (command: {' '.join(self._command)})"
+        )
+
+    def _running(self) -> bool:
+        if self._pid is None:
+            return False
+        try:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+        except ChildProcessError:  # reaped by the user's own wait()
+            pid, status = self._pid, 0
+        if pid == 0:
+            return True
+        self._pid = None
+        code = os.waitstatus_to_exitcode(status)
+        if code:
+            said = os.pread(self._log_fd, 1 << 16, 0).decode(errors="replace").strip()
+            self.failure = f"exit code {code}: {said.splitlines()[-1] if said else 'no message'}"
+        return False
+
+
+_OWN_OPTIONS = frozenset({"DISCOD_SCRATCH", "DISCOD_SOCKET_DIR", "DISCOD_EXIT_IDLE"})
+"""Given on the command line instead."""

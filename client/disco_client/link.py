@@ -1,0 +1,250 @@
+"""The client's connection to the daemon: attach, requests, replies, and coming back after a loss.
+
+A request is kept here until it is answered, because ZeroMQ loses messages silently when a peer
+dies; after a re-attach all that is unanswered is sent again under the new daemon's epoch. Every
+request is idempotent, so sending one twice does no harm.
+
+The link is not thread-safe: :mod:`disco_client.session` serialises all calls but :meth:`wait` and
+:meth:`wake`. What is sent, and what answers mean, is decided there.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import select
+import time
+from collections.abc import Callable, Iterator
+
+import zmq
+
+from disco_client.errors import DaemonError, DaemonLost, DaemonNotRunning
+from disco_client.greeting import Greeting
+from discod.wire.codec import WireError, decode, encode
+from discod.wire.messages import Done, Failed, Ping, Reply, Request
+
+RETRY_SECONDS = 0.05
+"""Between attempts to re-attach."""
+
+Answer = Callable[[Reply], None]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True)
+class _Pending:
+    request: Request
+    answer: Answer
+
+
+class Link:
+    """One attached connection, which survives the daemon.
+
+    Args:
+        greeting: The open greeting to attach through.
+        arena_fd, arena_bytes: The arena, handed over now and at every re-attach.
+        reconnect_timeout: Seconds that a lost daemon may stay away before :class:`DaemonLost`.
+        reply_timeout: Seconds without any answer to a ping before :class:`DaemonLost`.
+        restart: Called before each attempt to re-attach, to start a daemon where that is wanted.
+    """
+
+    def __init__(
+        self,
+        greeting: Greeting,
+        arena_fd: int,
+        arena_bytes: int,
+        *,
+        reconnect_timeout: float,
+        reply_timeout: float,
+        restart: Callable[[], None],
+    ) -> None:
+        self.socket_dir = greeting.path.parent
+        self.directories = greeting.welcome.directories
+        self.reconnect_timeout = reconnect_timeout
+        self.reply_timeout = reply_timeout
+        self._arena_fd = arena_fd
+        self._arena_bytes = arena_bytes
+        self._restart = restart
+        self._pending: dict[int, _Pending] = {}
+        self._next_seq = 0
+        self._scratch_fds: list[int] = []
+        self._lost_since: float | None = None
+        self._next_attempt = 0.0
+        self._last_word = time.monotonic()
+        self._asked_at: float | None = None
+        self._context = zmq.Context()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._open(greeting)
+        except BaseException:
+            os.close(self._wake_fd)
+            self._context.term()
+            raise
+
+    @property
+    def lost(self) -> bool:
+        """Whether the daemon is away."""
+        return self._lost_since is not None
+
+    def request(self, make: Callable[[int, int], Request], answer: Answer) -> int:
+        """Send ``make(seq, epoch)``; ``answer`` gets its reply from :meth:`drain`. Returns seq."""
+        seq = self._next_seq
+        self._next_seq += 1
+        request = make(seq, self._epoch)
+        self._pending[seq] = _Pending(request, answer)
+        if not self.lost:
+            self._dealer.send(encode(request), zmq.DONTWAIT)
+        return seq
+
+    def drain(self) -> bool:
+        """Hand over all replies that are there, without waiting. True when there was any."""
+        if self.lost:
+            return False
+        any_reply = False
+        for reply in self._received():
+            any_reply = True
+            pending = self._pending.pop(reply.seq, None) if reply.epoch == self._epoch else None
+            if pending is not None:
+                pending.answer(reply)
+        if any_reply:
+            self._last_word = time.monotonic()
+            self._asked_at = None
+        return any_reply
+
+    def wait(self, timeout: float) -> None:
+        """Until a reply, :meth:`wake` or the daemon's end, or ``timeout`` seconds.
+
+        Touches no ZeroMQ state: the caller drains, under its lock, before and after.
+        """
+        poller = select.poll()
+        poller.register(self._wake_fd, select.POLLIN)
+        if not self.lost:
+            poller.register(self._dealer_fd, select.POLLIN)
+            poller.register(self._lifeline.fileno(), select.POLLIN)
+        poller.poll(max(0.0, timeout) * 1000)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
+    def wake(self) -> None:
+        """End another thread's :meth:`wait`."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def check(self, *, blocked: bool) -> None:
+        """Notice a daemon that has gone or is back, and re-attach. Never waits for long.
+
+        Args:
+            blocked: The caller cannot go on without the daemon; otherwise nothing is raised.
+
+        Raises:
+            DaemonLost: Away for ``reconnect_timeout``, or silent for ``reply_timeout``, seconds.
+            DaemonError: It is back but will not take this client: what was on disk is lost.
+        """
+        now = time.monotonic()
+        if not self.lost and self._hung_up():
+            _log.warning("the daemon on %s is gone; waiting for a new one", self.socket_dir)
+            self._lost_since = now
+            self._close_connection()
+        if self.lost:
+            self._try_again(now, blocked=blocked)
+        elif blocked:
+            self._ask_for_a_word(now)
+
+    @property
+    def patience(self) -> float:
+        """The longest sensible :meth:`wait` before the next :meth:`check`, in seconds."""
+        return RETRY_SECONDS if self.lost else 1.0
+
+    def close(self) -> None:
+        """Detach. The kernel then tells the daemon, which frees everything of this client."""
+        if not self.lost:
+            self._close_connection()
+        for fd in (*self._scratch_fds, self._wake_fd):
+            os.close(fd)
+        self._scratch_fds = []
+        self._context.term()
+
+    def abandon(self) -> None:
+        """After fork, in the child: drop the copy of the lifeline; touch nothing of ZeroMQ."""
+        self._lifeline.close()
+
+    def _open(self, greeting: Greeting) -> None:
+        """Attach (or resume) through ``greeting`` and send all that is unanswered."""
+        lifeline, identity, fds = greeting.attach(
+            self._arena_fd, self._arena_bytes, self._scratch_fds
+        )
+        if not self._scratch_fds:
+            self._scratch_fds = fds
+        self._lifeline = lifeline
+        self._epoch = greeting.welcome.epoch
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.set(zmq.IDENTITY, identity)
+        self._dealer.set(zmq.LINGER, 0)
+        self._dealer.set(zmq.SNDHWM, 0)
+        self._dealer.set(zmq.RCVHWM, 0)
+        self._dealer.connect(f"ipc://{greeting.io_path}")
+        self._dealer_fd: int = self._dealer.FD
+        self._lost_since = None
+        self._last_word = time.monotonic()
+        self._asked_at = None
+        for pending in self._pending.values():
+            pending.request = dataclasses.replace(pending.request, epoch=self._epoch)
+            self._dealer.send(encode(pending.request), zmq.DONTWAIT)
+
+    def _received(self) -> Iterator[Reply]:
+        while True:
+            try:
+                yield decode(self._dealer.recv(zmq.DONTWAIT), Done, Failed)
+            except zmq.Again:
+                return
+            except WireError as error:
+                _log.warning("dropped a message of the daemon: %s", error)
+
+    def _hung_up(self) -> bool:
+        try:
+            return not self._lifeline.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def _close_connection(self) -> None:
+        self._lifeline.close()
+        self._dealer.close(linger=0)
+
+    def _try_again(self, now: float, *, blocked: bool) -> None:
+        if now < self._next_attempt:
+            return
+        self._next_attempt = now + RETRY_SECONDS
+        away = now - (now if self._lost_since is None else self._lost_since)
+        try:
+            self._restart()
+            greeting = Greeting(self.socket_dir)
+            self._open(greeting)
+            _log.warning("attached to a new daemon on %s after %.1f s", self.socket_dir, away)
+        except (DaemonNotRunning, DaemonLost) as error:
+            if blocked and away > self.reconnect_timeout:
+                raise DaemonLost(
+                    f"the daemon on {self.socket_dir} went away and was not back within "
+                    f"{self.reconnect_timeout:.0f} s (reconnect_timeout): what was on disk cannot "
+                    "be loaded. Start it again ('discod --scratch DIR') and this process resumes"
+                ) from error
+        except DaemonError as error:
+            if blocked:
+                raise
+            _log.debug("not attached yet: %s", error)
+
+    def _ask_for_a_word(self, now: float) -> None:
+        """Ping a daemon that has been silent while a caller was blocked; lose patience in time."""
+        if self._asked_at is None:
+            if now - self._last_word >= 1.0:
+                self._asked_at = now
+                self.request(lambda seq, epoch: Ping(seq, epoch), lambda reply: None)
+        elif now - self._asked_at > self.reply_timeout:
+            silent = now - self._asked_at
+            self._asked_at = None
+            self._last_word = now
+            raise DaemonLost(
+                f"the daemon on {self.socket_dir} has not answered a ping for {silent:.0f} s "
+                "(reply_timeout): it is stopped or the node is overloaded. Nothing is lost; the "
+                "next call works once it runs again"
+            )

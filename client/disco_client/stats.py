@@ -1,0 +1,43 @@
+"""What this process has offloaded, as numbers."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Totals over some span of time. Bytes are whole pages as they stand in the arena.
+
+    Attributes:
+        saved_bytes: Copied into the arena.
+        written_bytes: Written to the scratch.
+        elided_bytes: Freed without ever having been written.
+        read_bytes: Read back from the scratch.
+        prefetch_hits: Loads of blobs that had left RAM and were back in time.
+        prefetch_misses: Loads that had to wait for a read.
+        save_wait_seconds: Time that saves waited for room in the arena.
+        load_wait_seconds: Time that loads waited for a read, or for room to read into.
+    """
+
+    saved_bytes: int = 0
+    written_bytes: int = 0
+    elided_bytes: int = 0
+    read_bytes: int = 0
+    prefetch_hits: int = 0
+    prefetch_misses: int = 0
+    save_wait_seconds: float = 0.0
+    load_wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stats(Counters):
+    """The totals of this process since it attached, and what it holds now.
+
+    Attributes:
+        live_blobs: Blobs that are saved and not yet released.
+        arena_bytes: Size of this process's arena.
+        last_cycle: The counters of the last finished cycle: in training, of the last step.
+    """
+
+    live_blobs: int = 0
+    arena_bytes: int = 0
+    last_cycle: Counters = Counters()

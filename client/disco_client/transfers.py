@@ -1,0 +1,162 @@
+"""Residency's instructions as requests to the daemon, and the daemon's answers as completions.
+
+A blob that is striped over several scratch directories is one transfer of several requests: it is
+done when all are answered. The checksum of each piece, as the daemon took it when it wrote the
+piece, is kept here and handed back with the read.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from disco_client.errors import BlobCorrupted, BlobError, ScratchError
+from disco_client.extents import Piece
+from disco_client.instructions import (
+    Cancel,
+    Instruction,
+    Promote,
+    StartRead,
+    StartWrite,
+    WriteFailure,
+)
+from disco_client.link import Link
+from disco_client.residency import Residency
+from discod.wire import messages
+from discod.wire.messages import Failed, Failure, Reply
+
+
+@dataclass(slots=True)
+class _Transfer:
+    blob: int
+    pieces: Sequence[Piece]
+    writes: bool
+    unanswered: int
+    forgotten: bool = False
+    seqs: list[int] = field(default_factory=list)
+    failures: dict[int, Failed] = field(default_factory=dict)
+    checksums: dict[int, bytes] = field(default_factory=dict)
+
+
+class Transfers:
+    """All transfers of one session. Not thread-safe: the session's lock covers it."""
+
+    def __init__(self, link: Link, residency: Residency) -> None:
+        self._link = link
+        self._residency = residency
+        self._running: dict[int, _Transfer] = {}
+        self._checksums: dict[int, tuple[bytes, ...]] = {}
+        self._untrimmed = False
+
+    def carry_out(self, instructions: Sequence[Instruction]) -> None:
+        """Send what the instructions ask for."""
+        for instruction in instructions:
+            match instruction:
+                case StartWrite() | StartRead():
+                    self._start(instruction)
+                case Promote(blob):
+                    self._about(blob, messages.Promote)
+                case Cancel(blob):
+                    self._about(blob, messages.Cancel)
+
+    def forget(self, blob: int) -> None:
+        """The blob is freed: its checksums are of no more use."""
+        self._checksums.pop(blob, None)
+        if blob in self._running:
+            self._running[blob].forgotten = True
+
+    def trim(self) -> None:
+        """Tell the daemon, once after use, how little of each scratch file is needed now."""
+        if not self._untrimmed:
+            return
+        self._untrimmed = False
+        for file in range(len(self._link.directories)):
+            size = self._residency.scratch.high_water_bytes(file)
+            self._link.request(partial(messages.Trim, file=file, size=size), _ignore)
+
+    def _start(self, start: StartWrite | StartRead) -> None:
+        transfer = _Transfer(
+            start.blob, start.pieces, isinstance(start, StartWrite), len(start.pieces)
+        )
+        self._running[start.blob] = transfer
+        self._untrimmed = True
+        for index, piece in enumerate(start.pieces):
+            make: Callable[[int, int], messages.Request] = partial(
+                messages.Write,
+                file=piece.file,
+                offset=piece.offset,
+                slot=start.slot + piece.slot_offset,
+                length=piece.length,
+            )
+            if isinstance(start, StartRead):
+                make = partial(
+                    messages.Read,
+                    file=piece.file,
+                    offset=piece.offset,
+                    slot=start.slot + piece.slot_offset,
+                    length=piece.length,
+                    checksum=self._checksums[start.blob][index],
+                    urgent=start.urgent,
+                )
+            transfer.seqs.append(self._link.request(make, partial(self._answered, transfer, index)))
+
+    def _about(self, blob: int, verb: type[messages.Promote] | type[messages.Cancel]) -> None:
+        transfer = self._running.get(blob)
+        for target in transfer.seqs if transfer else ():
+            self._link.request(partial(verb, target=target), _ignore)
+
+    def _answered(self, transfer: _Transfer, index: int, reply: Reply) -> None:
+        if isinstance(reply, Failed):
+            transfer.failures[index] = reply
+        else:
+            transfer.checksums[index] = reply.checksum
+        transfer.unanswered -= 1
+        if transfer.unanswered:
+            return
+        del self._running[transfer.blob]
+        if transfer.writes:
+            self._write_done(transfer)
+        else:
+            error = _read_error(transfer)
+            cancelled = bool(transfer.failures) and error is None
+            self.carry_out(self._residency.read_done(transfer.blob, error, cancelled))
+
+    def _write_done(self, transfer: _Transfer) -> None:
+        if not transfer.failures and not transfer.forgotten:
+            count = len(transfer.pieces)
+            self._checksums[transfer.blob] = tuple(transfer.checksums[i] for i in range(count))
+        self.carry_out(self._residency.write_done(transfer.blob, _write_failure(transfer)))
+
+
+def _write_failure(transfer: _Transfer) -> WriteFailure | None:
+    """The one failure that decides what happens next: a bad device before a full or an idle one."""
+    failures = transfer.failures
+    for kind in (Failure.IO, Failure.REFUSED, Failure.DISK_FULL, Failure.CANCELLED):
+        found = {index: failed for index, failed in failures.items() if failed.kind == kind}
+        if found:
+            return WriteFailure(
+                kind=kind,
+                text="; ".join(dict.fromkeys(failed.text for failed in found.values())),
+                files=frozenset(transfer.pieces[index].file for index in found),
+            )
+    return None
+
+
+def _read_error(transfer: _Transfer) -> BlobError | None:
+    """What a load raises for the failures; None when there was none but a cancellation."""
+    failures = [f for f in transfer.failures.values() if f.kind != Failure.CANCELLED]
+    if not failures:
+        return None
+    text = "; ".join(dict.fromkeys(failed.text for failed in failures))
+    if any(failed.kind == Failure.CORRUPT for failed in failures):
+        return BlobCorrupted(
+            f"blob {transfer.blob} is not what was written: {text}; the step cannot be completed. "
+            "Check the scratch device, or use another --scratch"
+        )
+    return ScratchError(
+        f"blob {transfer.blob} cannot be read back: {text}; the step cannot be completed. "
+        "Check the scratch device, or use another --scratch"
+    )
+
+
+def _ignore(reply: Reply) -> None:
+    """Nothing waits for this reply."""

@@ -1,0 +1,72 @@
+"""Starting ranks as processes, and reading what they report."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+class Rank:
+    """One running ``tests.helpers.rank`` process."""
+
+    def __init__(self, settings: dict[str, Any], **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers.rank", json.dumps(settings)],
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def wait_ready(self) -> None:
+        """Until its first forward is done."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line == "ready\n", f"the rank said {line!r}"
+
+    def go_on(self) -> None:
+        """Let a paused rank go on."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def report(self, timeout: float = 100) -> dict[str, Any]:
+        """Wait for its end, and return what it reported."""
+        try:
+            out, _ = self.process.communicate(timeout=timeout)
+        finally:
+            self.kill()
+        assert self.process.returncode == 0, f"the rank ended with {self.process.returncode}"
+        result: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        return result
+
+    def kill(self) -> None:
+        """SIGKILL and reap it."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None and not pipe.closed:
+                pipe.close()
+
+
+def run_job(ranks: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run a DDP job of ``ranks`` processes to its end; the reports in rank order."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = settings | {"store": f"{folder}/store"}
+        environment = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        processes = [Rank(job, RANK=str(rank), **environment) for rank in range(ranks)]
+        try:
+            return [process.report() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
