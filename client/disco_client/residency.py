@@ -2,15 +2,15 @@
 
 Calls and completions go in, instructions come out: the session executes them and reports every
 write and read through :meth:`Residency.write_done` and :meth:`Residency.read_done`, exactly once.
-Single-threaded, no clock. ``extents.py`` finds the bytes, ``plan.py`` knows what is needed when,
-``blobs.py`` has the states.
+No threads, no clock. ``extents.py`` finds the bytes, ``plan.py`` knows what is needed when,
+``blobs.py`` has the states, ``holdings.py`` makes the moves and keeps the accounts.
 
 What makes room, in this order, each farthest next use first: evicting CLEAN blobs, which costs
 nothing; writing DIRTY ones. Blobs on loan are never moved or written. A slot or extent is reused
 only when nothing in flight touches it any more, whatever became of its blob.
 """
 
-from disco_client.blobs import Blob, Group, Io, Ranking, State
+from disco_client.blobs import Blob, Group, Io, State
 from disco_client.errors import (
     ArenaFull,
     BlobModified,
@@ -21,6 +21,7 @@ from disco_client.errors import (
     ScratchFull,
 )
 from disco_client.extents import ExtentAllocator, ScratchSpace
+from disco_client.holdings import Holdings
 from disco_client.instructions import (
     Cancel,
     Counters,
@@ -52,8 +53,8 @@ __all__ = [
 class Residency:
     """All blobs of a process: their states, their places, and what to do next.
 
-    Methods that return instructions must have them executed in order. A method that raises has
-    none to execute, and has changed nothing that the caller would have to undo.
+    The instructions that a method returns are to be executed in their order. A method that raises
+    leaves nothing that the caller would have to undo.
 
     Args:
         capacity_bytes: Size of the arena; a positive multiple of ``PAGE_BYTES``.
@@ -65,10 +66,6 @@ class Residency:
 
     def __init__(self, capacity_bytes: int, files: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self.arena = ExtentAllocator(capacity_bytes)
-        """Slots; to look at only."""
-        self.scratch = ScratchSpace(files)
-        """Extents; to look at only."""
         self.live_blobs = 0
         """Blobs that are not freed."""
         self.saved_bytes = 0
@@ -80,29 +77,20 @@ class Residency:
         self.last_cycle = Counters()
         """What the last finished cycle added to the counters."""
         self._cycle_start = Counters()
-        self._blobs: dict[int, Blob] = {}
-        self._next_id = 0
         self._order = Order(capacity_bytes)
-        self._turned = False
-        self._groups: dict[Group, None] = {}
-        self._clean = Ranking(farthest_first=True)
-        self._dirty = Ranking(farthest_first=True)
-        self._waiting: dict[int, Blob] = {}
-        self._leaving_bytes = 0
-        self._in_flight = 0
+        self._held = Holdings(capacity_bytes, files, self._order)
+        self._next_id = 0
         self._largest_bytes = 0
-        self._full_files: set[int] = set()
-        self._full_text = ""
+        self._turned = False
         self._retried_full = False
-        self._failed_blobs = 0
-        self._failed_text = ""
 
     # Saving
 
     def try_place(self, size_bytes: int, group: Group) -> tuple[int | None, list[Instruction]]:
         """A new blob in state FILLING, or None: call again after a completion or an unpin.
 
-        With None, what makes room has been started or was in flight.
+        With None, what makes room has been started or was in flight. "In flight" includes blobs
+        that are being filled.
 
         Raises:
             ValueError: The size is not a positive multiple of ``PAGE_BYTES``.
@@ -121,61 +109,68 @@ class Residency:
             )
         self._turned = False
         if self._order.expect_save(size_bytes):
-            self._rank_all()
-        instructions: list[Instruction] = []
-        slot = self._need_room(size_bytes, instructions)
+            self._held.settle_all()
+        slot = self._need_room(size_bytes)
         if slot is None:
-            return None, instructions
+            return None, self._held.take_instructions()
         blob = Blob(self._next_id, size_bytes, group, self._order.save(size_bytes), slot)
         self._next_id += 1
-        self._blobs[blob.id] = blob
-        self._groups[group] = None
+        self._held.blobs[blob.id] = blob
+        self._held.groups[group] = None
+        self._held.in_flight += 1
         group.live += 1
         self.live_blobs += 1
-        self._in_flight += 1
         self._largest_bytes = max(self._largest_bytes, size_bytes)
-        return blob.id, instructions
+        return blob.id, self._held.take_instructions()
 
     def filled(self, blob: int) -> list[Instruction]:
-        """The copy into the slot has landed; due also for a blob that was freed meanwhile."""
+        """The copy into the slot has landed; due also for a blob that was freed meanwhile.
+
+        Raises:
+            ValueError: The blob is not being filled.
+        """
         record = self._filling(blob)
-        record.filling = False
-        self._in_flight -= 1
-        instructions: list[Instruction] = []
         if record.state is State.FREED:
-            self._release(record)
+            self._held.release(record)
         else:
             record.move(State.DIRTY)
             self.saved_bytes += record.size_bytes
-            self._settle(record)
+            self._held.settle(record)
             if self._order.writes_at_once(record.index):
-                self._want_write(record, instructions)
+                self._held.want_write(record)
             elif not self._order.follows and not self._turned:
-                self._keep_watermark(instructions)
-        self._advance(instructions)
-        return instructions
+                self._keep_watermark()
+        return self._advance()
 
     def abandon(self, blob: int) -> list[Instruction]:
-        """The copy into the slot failed and is over: the blob is freed, if it was not already."""
+        """The copy into the slot failed and is over: the blob is freed, if it was not already.
+
+        Raises:
+            ValueError: The blob is not being filled.
+        """
         record = self._filling(blob)
-        record.filling = False
-        self._in_flight -= 1
         if record.state is State.FREED:
-            self._release(record)
+            self._held.release(record)
         else:
             self._order.spoil()
             self._end(record)
-        instructions: list[Instruction] = []
-        self._advance(instructions)
-        return instructions
+        return self._advance()
 
     def saved(self, blob: int) -> bool:
-        """Whether nothing is under way for saving it: no copy, no write, none wanted."""
+        """Whether nothing is under way for saving it: no copy, no write, none wanted.
+
+        Raises:
+            HandleReleased: No such blob, or it is freed.
+        """
         record = self._live(blob)
         return not record.wanted and record.state not in (State.FILLING, State.WRITING)
 
     def save_error(self, blob: int) -> ScratchError | None:
-        """Why the blob could not be written to any file; it stays in RAM and can be loaded."""
+        """Why the blob could not be written to any file; it stays in RAM and can be loaded.
+
+        Raises:
+            HandleReleased: No such blob, or it is freed.
+        """
         return self._live(blob).save_error
 
     # Loading
@@ -184,7 +179,7 @@ class Residency:
         """True: the data is in its slot, on loan until :meth:`unpin`; loans are counted.
 
         False: a copy or read is in flight, or room for the read is being made. Call again after a
-        completion, or an unpin.
+        completion or an unpin.
 
         Raises:
             HandleReleased: No such blob, or it is freed.
@@ -194,61 +189,50 @@ class Residency:
             Exception: What the failed read was reported with; a further load reads again.
         """
         record = self._live(blob)
-        if record.lost or record.stale:
-            raise BlobModified(
-                f"blob {blob} was changed in place by a borrower of its "
-                f"{format_size(record.size_bytes)}"
-                + (
-                    ", and was not on disk when the loan began, so that its data is gone; "
-                    if record.lost
-                    else ", and is still on loan; drop the changed tensor and load again, and "
-                )
-                + "do not write to loaded tensors, or clone() them first"
-            )
+        self._check_unmodified(record)
         self._turned = True
         if not record.asked:
             record.asked = True
             if self._order.load(record.index):
-                self._rank_all()
+                self._held.settle_all()
         if record.state is State.FILLING:
             return False, []
         if record.state in (State.DISK, State.READING):
-            return False, self._await_read(record)
-        instructions: list[Instruction] = []
-        self._drop_want(record)
-        if record.io is Io.WRITE and not record.cancelling:
-            self._cancel(record, instructions)
-        waited = self._waiting.pop(blob, None) is not None
+            self._await_read(record)
+            return False, self._held.take_instructions()
+        self._held.drop_want(record)
+        self._held.cancel(record)
+        waited = self._held.waiting.pop(blob, None) is not None
         if record.prefetched:
             self.prefetch_hits += not waited
-            self._set_prefetched(record, False)
+            self._held.set_prefetched(record, False)
         if record.pins == 0:
             record.clean_loan = record.state is State.CLEAN
         record.pins += 1
         record.used = True
-        self._settle(record)
-        self._advance(instructions)
-        return True, instructions
+        self._held.settle(record)
+        return True, self._advance()
 
     def unpin(self, blob: int, modified: bool = False) -> list[Instruction]:
         """A loan ended; works on freed blobs too.
 
-        ``modified``: the borrower changed the bytes in place. The RAM copy is then dropped if the
-        disk copy was complete before the loan, else the blob is lost: it is not written any more,
-        and loading it raises ``BlobModified``.
+        Args:
+            blob: A blob on loan.
+            modified: The borrower changed the bytes in place. The RAM copy is then dropped if the
+                disk copy was complete before the loan; else the blob is lost: it is not written
+                any more, and loading it raises ``BlobModified``.
 
         Raises:
             ValueError: The blob has no loan.
         """
-        record = self._blobs.get(blob)
+        record = self._held.blobs.get(blob)
         if record is None or record.pins == 0:
             raise ValueError(f"blob {blob} has no loan that could end")
-        instructions: list[Instruction] = []
         record.pins -= 1
         if record.state is State.FREED:
             if record.pins == 0 and record.io is not None:
-                self._set_leaving(record, True)
-            self._release(record)
+                self._held.set_leaving(record, True)
+            self._held.release(record)
         else:
             if modified and record.clean_loan:
                 record.stale = True
@@ -256,39 +240,34 @@ class Residency:
                 record.lost = True
             if record.pins == 0 and record.stale:
                 record.stale = False
-                self._evict(record)
-            self._settle(record)
-        self._advance(instructions)
-        return instructions
+                self._held.evict(record)
+            self._held.settle(record)
+        return self._advance()
 
     def prefetch(self, n: int | None) -> list[Instruction]:
         """Start up to ``n`` prefetch reads now; None: as many as limits and arena allow."""
-        instructions: list[Instruction] = []
-        self._fetch_ahead(instructions, n, explicit=True)
-        return instructions
+        self._fetch_ahead(n, explicit=True)
+        return self._held.take_instructions()
 
     # The end of a blob
 
     def free(self, blob: int) -> list[Instruction]:
         """The blob's handle is gone. Its slot and extents stay taken while anything uses them.
 
-        A blob that is being filled still needs its :meth:`filled` or :meth:`abandon`, one on loan
-        its :meth:`unpin`, one in flight its completion.
+        One that is being filled still needs its :meth:`filled` or :meth:`abandon`, one on loan its
+        :meth:`unpin`, one in flight its completion.
 
         Raises:
             HandleReleased: No such blob, or it is freed.
         """
         record = self._live(blob)
-        instructions: list[Instruction] = []
-        if record.io is not None and not record.cancelling:
-            self._cancel(record, instructions)
+        self._held.cancel(record)
         if record.state is State.FILLING:
             self.saved_bytes += record.size_bytes
         if not record.written and record.io is not Io.WRITE:
             self.elided_bytes += record.size_bytes
         self._end(record)
-        self._advance(instructions)
-        return instructions
+        return self._advance()
 
     # Completions
 
@@ -299,33 +278,25 @@ class Residency:
             ValueError: The blob has no write in flight.
         """
         record = self._completed(blob, Io.WRITE)
-        group = record.group
-        group.writing -= 1
-        self._set_leaving(record, False)
-        instructions: list[Instruction] = []
         if failure is None:
             record.written = True
             self.written_bytes += record.size_bytes
             self._retried_full = False
         else:
-            self._note_failure(record, failure)
+            self._held.note_failure(record, failure)
         if record.state is State.FREED:
             if failure is not None:
                 self.elided_bytes += record.size_bytes
-            self._release(record)
+            self._held.release(record)
         elif failure is None:
             record.move(State.CLEAN)
-            self._settle(record)
+            self._held.settle(record)
         else:
-            record.move(State.DIRTY)
-            self.scratch.free(record.pieces)
-            record.pieces = ()
-            self._settle(record)
-            if failure.kind is not Failure.CANCELLED and record.ranking is self._dirty:
-                self._want_write(record, instructions)
-        self._start_wanted(group, instructions)
-        self._advance(instructions)
-        return instructions
+            self._held.undo_write(record)
+            if failure.kind is not Failure.CANCELLED and record.ranking is self._held.dirty:
+                self._held.want_write(record)
+        self._held.start_wanted(record.group)
+        return self._advance()
 
     def read_done(
         self, blob: int, error: Exception | None = None, cancelled: bool = False
@@ -336,30 +307,50 @@ class Residency:
             ValueError: The blob has no read in flight.
         """
         record = self._completed(blob, Io.READ)
-        instructions: list[Instruction] = []
-        self._set_leaving(record, False)
-        failed = cancelled or error is not None
-        if not failed:
+        done = error is None and not cancelled
+        if done:
             self.read_bytes += record.size_bytes
         if record.state is State.FREED:
-            self._release(record)
-        elif failed:
-            record.move(State.DISK)
-            self._free_slot(record)
-            self._set_prefetched(record, False)
-            record.read_error = error
-            self._settle(record)
-        else:
+            self._held.release(record)
+        elif done:
             record.move(State.CLEAN)
-            self._settle(record)
-        self._advance(instructions)
-        return instructions
+            self._held.settle(record)
+        else:
+            self._held.undo_read(record, error)
+        return self._advance()
 
     def retry_disk(self) -> None:
         """Forget that the disk was full: there may be room again."""
-        self._full_files.clear()
+        self._held.full_files.clear()
 
     # What is known
+
+    @property
+    def arena(self) -> ExtentAllocator:
+        """The slots; to look at only."""
+        return self._held.arena
+
+    @property
+    def scratch(self) -> ScratchSpace:
+        """The extents; to look at only."""
+        return self._held.scratch
+
+    @property
+    def arena_used_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self._held.arena.used_bytes
+
+    @property
+    def totals(self) -> Counters:
+        """All counters, since the start."""
+        return Counters(
+            saved_bytes=self.saved_bytes,
+            written_bytes=self.written_bytes,
+            elided_bytes=self.elided_bytes,
+            read_bytes=self.read_bytes,
+            prefetch_hits=self.prefetch_hits,
+            prefetch_misses=self.prefetch_misses,
+        )
 
     def slot(self, blob: int) -> int:
         """The arena offset of the blob's slot.
@@ -375,142 +366,86 @@ class Residency:
 
     def state(self, blob: int) -> State:
         """The blob's state; FREED also when nothing is known of it any more."""
-        record = self._blobs.get(blob)
+        record = self._held.blobs.get(blob)
         return State.FREED if record is None else record.state
 
     def size(self, blob: int) -> int:
-        """Bytes of the blob's slot. Raises ``HandleReleased`` when there is no such blob."""
+        """Bytes of the blob's slot.
+
+        Raises:
+            HandleReleased: No such blob.
+        """
         return self._known(blob).size_bytes
 
-    @property
-    def arena_used_bytes(self) -> int:
-        """Bytes of all slots."""
-        return self.arena.used_bytes
-
-    @property
-    def totals(self) -> Counters:
-        """All counters, since the start."""
-        return Counters(
-            saved_bytes=self.saved_bytes,
-            written_bytes=self.written_bytes,
-            elided_bytes=self.elided_bytes,
-            read_bytes=self.read_bytes,
-            prefetch_hits=self.prefetch_hits,
-            prefetch_misses=self.prefetch_misses,
-        )
-
-    # Looking up
-
     def _known(self, blob: int) -> Blob:
-        record = self._blobs.get(blob)
+        record = self._held.blobs.get(blob)
         if record is None:
-            raise HandleReleased(f"blob {blob} is not known, or no longer")
+            raise HandleReleased(f"blob {blob} is not known here, or was released")
         return record
 
     def _live(self, blob: int) -> Blob:
         record = self._known(blob)
         if record.state is State.FREED:
-            raise HandleReleased(f"blob {blob} was freed")
+            raise HandleReleased(f"blob {blob} was released")
         return record
 
     def _filling(self, blob: int) -> Blob:
-        record = self._blobs.get(blob)
+        record = self._held.blobs.get(blob)
         if record is None or not record.filling:
             raise ValueError(f"blob {blob} is not being filled; it is {self.state(blob)}")
+        record.filling = False
+        self._held.in_flight -= 1
         return record
 
     def _completed(self, blob: int, io: Io) -> Blob:
-        record = self._blobs.get(blob)
+        record = self._held.blobs.get(blob)
         if record is None or record.io is not io:
             raise ValueError(f"blob {blob} has no {io} in flight; it is {self.state(blob)}")
-        record.io = None
-        record.cancelling = False
-        self._in_flight -= 1
+        self._held.completed(record)
         return record
 
-    # Rankings
+    # Making room
 
-    def _settle(self, blob: Blob) -> None:
-        """Put the blob into the ranking that its condition asks for, and out of any other."""
-        ranking = self._ranking_for(blob)
-        if blob.ranking is not None and blob.ranking is not ranking:
-            blob.ranking.discard(blob)
-        blob.ranking = ranking
-        if ranking is not None:
-            ranking.add(blob, self._order.next_use(blob.index, blob.used))
-
-    def _ranking_for(self, blob: Blob) -> Ranking | None:
-        if blob.pins or blob.id in self._waiting:
-            return None
-        match blob.state:
-            case State.CLEAN:
-                return self._clean
-            case State.DIRTY if blob.wanted:
-                return blob.group.wanted
-            case State.DIRTY if not blob.lost and blob.save_error is None:
-                return self._dirty
-            case State.DISK if not blob.used and not blob.lost and blob.read_error is None:
-                return blob.group.on_disk
-        return None
-
-    def _rank_all(self) -> None:
-        """The order of the cycle has changed: rank every blob anew."""
-        for ranking in (self._clean, self._dirty):
-            for blob in ranking:
-                self._settle(blob)
-        for group in self._groups:
-            for blob in (*group.on_disk, *group.wanted):
-                self._settle(blob)
-
-    def _set_leaving(self, blob: Blob, leaving: bool) -> None:
-        self._leaving_bytes += (leaving - blob.leaving) * blob.size_bytes
-        blob.leaving = leaving
-
-    def _set_prefetched(self, blob: Blob, prefetched: bool) -> None:
-        blob.group.prefetched += prefetched - blob.prefetched
-        blob.prefetched = prefetched
-
-    # Room
-
-    def _need_room(self, size_bytes: int, instructions: list[Instruction]) -> int | None:
+    def _need_room(self, size_bytes: int) -> int | None:
         """A slot, or None: wait. Raises when waiting is pointless; there are no instructions then.
 
         A full disk is tried once more before that, since others may have made room, and not again
         until a write completed or this has raised: a full disk neither hangs nor spins.
         """
-        slot = self._make_room(size_bytes, instructions)
-        if slot is not None or self._in_flight:
+        held = self._held
+        slot = self._make_room(size_bytes)
+        if slot is not None or held.in_flight:
             return slot
-        for blob in list(self._waiting.values()):
+        for blob in list(held.waiting.values()):
             # Read for a load that was not called again. It may yet be, so it goes last.
             if blob.state is State.CLEAN and blob.pins == 0:
-                self._evict(blob)
-                slot = self.arena.allocate(size_bytes)
+                held.evict(blob)
+                slot = held.arena.allocate(size_bytes)
                 if slot is not None:
                     return slot
-        if self._full_files and len(self._dirty) and not self._retried_full:
+        if held.full_files and len(held.dirty) and not self._retried_full:
             self._retried_full = True
-            self._full_files.clear()
-            slot = self._make_room(size_bytes, instructions)
-            if slot is not None or self._in_flight:
+            held.full_files.clear()
+            slot = self._make_room(size_bytes)
+            if slot is not None or held.in_flight:
                 return slot
         self._retried_full = False
         raise self._no_room(size_bytes)
 
     def _no_room(self, size_bytes: int) -> RoomError | ScratchError:
-        used, capacity = format_size(self.arena.used_bytes), format_size(self.capacity_bytes)
+        used, capacity = format_size(self.arena_used_bytes), format_size(self.capacity_bytes)
         fact = (
             f"no room for a tensor of {format_size(size_bytes)}: {used} of the arena's {capacity} "
             "are used, "
         )
-        if len(self._dirty):
+        if len(self._held.dirty):
             return ScratchFull(
-                f"{fact}and the scratch is full: {self._full_text}; free disk space, raise the "
-                "daemon's --disk, or give the arena more with DISCOD_ARENA or connect(arena=)"
+                f"{fact}and the scratch is full: {self._held.full_text}; free disk space, raise "
+                "the daemon's --disk, or give the arena more with DISCOD_ARENA or connect(arena=)"
             )
-        if self._failed_blobs:
+        if self._held.failed_blobs:
             return ScratchError(
-                f"{fact}and every scratch file refuses writes: {self._failed_text}; the tensors "
+                f"{fact}and every scratch file refuses writes: {self._held.failed_text}; tensors "
                 "saved before are safe in RAM; give the daemon a --scratch that works"
             )
         return ArenaFull(
@@ -518,235 +453,162 @@ class Residency:
             "arena more with DISCOD_ARENA or connect(arena=)"
         )
 
-    def _make_room(self, size_bytes: int, instructions: list[Instruction]) -> int | None:
+    def _make_room(self, size_bytes: int) -> int | None:
         """A slot, evicting as needed; or None, and writes are under way if any can be."""
-        slot = self.arena.allocate(size_bytes)
-        while slot is None and (victim := self._clean.first()) is not None:
-            self._evict(victim)
-            slot = self.arena.allocate(size_bytes)
+        arena = self._held.arena
+        slot = arena.allocate(size_bytes)
+        while slot is None and (victim := self._held.clean.first()) is not None:
+            self._held.evict(victim)
+            slot = arena.allocate(size_bytes)
         if slot is None:
-            free = self.arena.free_bytes
+            free = arena.free_bytes
             # Enough is free, but in pieces: what to write to join them is not known beforehand,
             # so as much as is needed is kept on its way until it fits.
-            self._write_until(size_bytes - free if free < size_bytes else size_bytes, instructions)
+            self._write_until(size_bytes - free if free < size_bytes else size_bytes)
         return slot
 
-    def _write_until(self, leaving_bytes: int, instructions: list[Instruction]) -> None:
+    def _write_until(self, leaving_bytes: int) -> None:
         """Start writes, farthest next use first, until that many bytes leave the arena."""
+        held = self._held
         refused = []
-        while self._leaving_bytes < leaving_bytes and len(self._full_files) < self.scratch.files:
-            blob = self._dirty.first()
+        while held.leaving_bytes < leaving_bytes and len(held.full_files) < held.scratch.files:
+            blob = held.dirty.first()
             if blob is None:
                 break
-            self._want_write(blob, instructions)
+            held.want_write(blob)
             if not blob.leaving:
                 refused.append(blob)
-                self._dirty.discard(blob)
+                held.dirty.discard(blob)
         for blob in refused:
-            self._settle(blob)
+            held.settle(blob)
 
-    def _keep_watermark(self, instructions: list[Instruction]) -> None:
+    def _keep_watermark(self) -> None:
         """Without a plan: begin to write before the arena is full."""
+        held = self._held
+        staying = held.arena.used_bytes - held.clean.total_bytes - held.leaving_bytes
         watermark = staging_bytes(self.capacity_bytes, self._largest_bytes)
-        staying = self.arena.used_bytes - self._clean.total_bytes - self._leaving_bytes
         excess = staying - (self.capacity_bytes - watermark)
         if excess > 0:
-            self._write_until(self._leaving_bytes + excess, instructions)
-
-    def _evict(self, blob: Blob) -> None:
-        blob.move(State.DISK)
-        self._free_slot(blob)
-        self._set_prefetched(blob, False)
-        self._settle(blob)
-
-    def _free_slot(self, blob: Blob) -> None:
-        if blob.slot is not None:
-            self.arena.free(blob.slot, blob.size_bytes)
-            blob.slot = None
-
-    # Writing
-
-    def _want_write(self, blob: Blob, instructions: list[Instruction]) -> None:
-        """Start the blob's write, now or when its group may; or not, where no file takes it."""
-        if not blob.group.may_write:
-            blob.wanted = True
-            self._set_leaving(blob, True)
-            self._settle(blob)
-            return
-        pieces = self.scratch.allocate(blob.size_bytes, blob.bad_files | self._full_files)
-        if pieces is None or blob.slot is None:
-            return
-        blob.pieces = pieces
-        blob.move(State.WRITING)
-        blob.io = Io.WRITE
-        blob.group.writing += 1
-        self._in_flight += 1
-        self._set_leaving(blob, True)
-        self._settle(blob)
-        instructions.append(StartWrite(blob.id, blob.slot, blob.size_bytes, pieces))
-
-    def _drop_want(self, blob: Blob) -> None:
-        if blob.wanted:
-            blob.wanted = False
-            self._set_leaving(blob, False)
-
-    def _start_wanted(self, group: Group, instructions: list[Instruction]) -> None:
-        while group.may_write and (blob := group.wanted.first()) is not None:
-            self._drop_want(blob)
-            self._settle(blob)
-            self._want_write(blob, instructions)
-
-    def _cancel(self, blob: Blob, instructions: list[Instruction]) -> None:
-        blob.cancelling = True
-        self._set_leaving(blob, False)
-        instructions.append(Cancel(blob.id))
-
-    def _note_failure(self, blob: Blob, failure: WriteFailure) -> None:
-        if failure.kind is Failure.CANCELLED:
-            return
-        if failure.kind is Failure.DISK_FULL:
-            self._full_files |= failure.files or frozenset(range(self.scratch.files))
-            self._full_text = failure.text
-            return
-        blob.bad_files |= failure.files or {piece.file for piece in blob.pieces}
-        self._failed_text = failure.text
-        if blob.state is not State.FREED and len(blob.bad_files) >= self.scratch.files:
-            blob.save_error = ScratchError(
-                f"blob {blob.id} could not be written to any scratch file and stays in RAM; the "
-                f"last failure: {failure.text}"
-            )
-            self._failed_blobs += 1
+            self._write_until(held.leaving_bytes + excess)
 
     # Reading
 
-    def _await_read(self, blob: Blob) -> list[Instruction]:
+    def _check_unmodified(self, blob: Blob) -> None:
+        fact = f"a tensor of {format_size(blob.size_bytes)} loaded earlier was changed in place"
+        remedy = "do not write to loaded tensors, or clone() them first"
+        if blob.lost:
+            raise BlobModified(f"{fact}, and there was no other copy, so it is gone; {remedy}")
+        if blob.stale:
+            raise BlobModified(
+                f"{fact} and another of the same data is still alive, so it cannot be read again; "
+                f"drop it and load again; {remedy}"
+            )
+
+    def _await_read(self, blob: Blob) -> None:
         """A load of a blob that is not in RAM: see that it is read, urgently."""
-        instructions: list[Instruction] = []
+        waiting = self._held.waiting
         if blob.read_error is not None:
             error, blob.read_error = blob.read_error, None
-            self._waiting.pop(blob.id, None)
-            self._settle(blob)
+            waiting.pop(blob.id, None)
+            self._held.settle(blob)
             raise error
-        if blob.id not in self._waiting:
-            self._waiting[blob.id] = blob
+        if blob.id not in waiting:
+            waiting[blob.id] = blob
             self.prefetch_misses += 1
-            self._settle(blob)
+            self._held.settle(blob)
         if blob.state is State.READING:
             if not blob.urgent:
                 blob.urgent = True
-                instructions.append(Promote(blob.id))
-            return instructions
+                self._held.tell(Promote(blob.id))
+            return
         try:
-            slot = self._need_room(blob.size_bytes, instructions)
+            slot = self._need_room(blob.size_bytes)
         except (RoomError, ScratchError):
-            del self._waiting[blob.id]
-            self._settle(blob)
+            del waiting[blob.id]
+            self._held.settle(blob)
             raise
         if slot is not None:
-            self._start_read(blob, slot, True, instructions)
-        return instructions
+            self._held.start_read(blob, slot, urgent=True)
 
-    def _start_read(
-        self, blob: Blob, slot: int, urgent: bool, instructions: list[Instruction]
-    ) -> None:
-        blob.slot = slot
-        blob.move(State.READING)
-        blob.io = Io.READ
-        blob.urgent = urgent
-        self._in_flight += 1
-        self._set_prefetched(blob, not urgent)
-        self._settle(blob)
-        instructions.append(StartRead(blob.id, slot, blob.size_bytes, blob.pieces, urgent))
+    def _advance(self) -> list[Instruction]:
+        """Go on after an event, waiting loads before prefetch; all instructions since the call."""
+        if self._serve_waiting() and (self._turned or self._order.all_saved):
+            self._fetch_ahead(None, explicit=False)
+        return self._held.take_instructions()
 
-    def _advance(self, instructions: list[Instruction]) -> None:
-        """Go on after room was freed, a load ended, or a phase began: waiting loads, prefetch."""
-        for blob in list(self._waiting.values()):
+    def _serve_waiting(self) -> bool:
+        """Start the reads that loads wait for; False when there is no room for one."""
+        for blob in list(self._held.waiting.values()):
             if blob.state is State.DISK and blob.read_error is None:
-                slot = self._make_room(blob.size_bytes, instructions)
+                slot = self._make_room(blob.size_bytes)
                 if slot is None:
-                    return
-                self._start_read(blob, slot, True, instructions)
-        if self._turned or self._order.all_saved:
-            self._fetch_ahead(instructions, None, explicit=False)
+                    return False
+                self._held.start_read(blob, slot, urgent=True)
+        return True
 
-    def _fetch_ahead(
-        self, instructions: list[Instruction], limit: int | None, explicit: bool
-    ) -> None:
+    def _fetch_ahead(self, limit: int | None, explicit: bool) -> None:
         """Start prefetch reads, soonest next use first, until one has no place."""
         started = 0
         while limit is None or started < limit:
             candidates = [
                 blob
-                for group in self._groups
+                for group in self._held.groups
                 if group.may_prefetch and (blob := group.on_disk.first()) is not None
             ]
             if not candidates:
                 return
-            blob = min(candidates, key=lambda b: self._order.next_use(b.index, b.used))
+            blob = min(candidates, key=self._held.next_use)
             slot = self._room_ahead(blob, explicit)
             if slot is None:
                 return
-            self._start_read(blob, slot, False, instructions)
+            self._held.start_read(blob, slot, urgent=False)
             started += 1
 
     def _room_ahead(self, blob: Blob, explicit: bool) -> int | None:
         """A slot that costs nothing needed sooner than ``blob``, planned saves among that."""
-        obtainable = self.arena.free_bytes + self._clean.total_bytes
+        held = self._held
+        obtainable = held.arena.free_bytes + held.clean.total_bytes
         if obtainable < blob.size_bytes:
             return None
         if not explicit:
             planned = self._order.bytes_before_use(blob.index)
-            if obtainable + self._leaving_bytes - blob.size_bytes < planned:
+            if obtainable + held.leaving_bytes - blob.size_bytes < planned:
                 return None
-        next_use = self._order.next_use(blob.index, blob.used)
-        slot = self.arena.allocate(blob.size_bytes)
+        slot = held.arena.allocate(blob.size_bytes)
         while slot is None:
-            victim = self._clean.first()
-            if victim is None or self._order.next_use(victim.index, victim.used) <= next_use:
+            victim = held.clean.first()
+            if victim is None or held.next_use(victim) <= held.next_use(blob):
                 return None
-            self._evict(victim)
-            slot = self.arena.allocate(blob.size_bytes)
+            held.evict(victim)
+            slot = held.arena.allocate(blob.size_bytes)
         return slot
 
     # Ending
 
     def _end(self, blob: Blob) -> None:
         """Free a live blob, and end the cycle with the last one."""
-        self._drop_want(blob)
-        self._waiting.pop(blob.id, None)
-        self._set_prefetched(blob, False)
-        self._failed_blobs -= blob.save_error is not None
+        held = self._held
+        held.drop_want(blob)
+        held.waiting.pop(blob.id, None)
+        held.set_prefetched(blob, False)
+        held.failed_blobs -= blob.save_error is not None
         blob.move(State.FREED)
-        if blob.io is not None and blob.pins == 0:
-            self._set_leaving(blob, True)
-        self._settle(blob)
-        self._release(blob)
+        held.set_leaving(blob, blob.io is not None and blob.pins == 0)
+        held.settle(blob)
+        held.release(blob)
         self._order.free(blob.index)
         blob.group.live -= 1
         if blob.group.live == 0:
-            del self._groups[blob.group]
+            del held.groups[blob.group]
         self.live_blobs -= 1
         if self.live_blobs == 0:
             self._end_cycle()
 
-    def _release(self, blob: Blob) -> None:
-        """Give back what of a freed blob's slot and extents nothing uses any more."""
-        if blob.io is not None or blob.filling:
-            return
-        if blob.pieces:
-            self.scratch.free(blob.pieces)
-            blob.pieces = ()
-            if blob.written:
-                self._full_files.clear()
-        if blob.pins == 0:
-            self._free_slot(blob)
-            del self._blobs[blob.id]
-
     def _end_cycle(self) -> None:
-        counted = self.totals
-        self.last_cycle = counted.since(self._cycle_start)
-        self._cycle_start = counted
+        totals = self.totals
+        self.last_cycle = totals.since(self._cycle_start)
+        self._cycle_start = totals
         self._order.end_cycle()
         self._turned = False
-        self._full_files.clear()
+        self._held.full_files.clear()
         self._retried_full = False

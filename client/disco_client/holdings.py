@@ -1,0 +1,227 @@
+"""Every blob's slot and extents, its place in the rankings, and the I/O in flight: the accounts.
+
+:class:`Holdings` makes single moves and keeps all sums and rankings true over them. Which move to
+make, and when, is decided in ``residency.py``.
+"""
+
+from disco_client.blobs import Blob, Group, Io, Ranking, State
+from disco_client.errors import ScratchError
+from disco_client.extents import ExtentAllocator, ScratchSpace
+from disco_client.instructions import Cancel, Instruction, StartRead, StartWrite, WriteFailure
+from disco_client.plan import Order
+from discod.wire.messages import Failure
+
+
+class Holdings:
+    """All blobs that are alive, on loan, or touched by something in flight.
+
+    Args:
+        capacity_bytes: Size of the arena.
+        files: Number of scratch files.
+        order: Gives each blob's next use.
+    """
+
+    def __init__(self, capacity_bytes: int, files: int, order: Order) -> None:
+        self.arena = ExtentAllocator(capacity_bytes)
+        self.scratch = ScratchSpace(files)
+        self.blobs: dict[int, Blob] = {}
+        self.groups: dict[Group, None] = {}
+        """Those with live blobs."""
+        self.clean = Ranking(farthest_first=True)
+        """What can be evicted: CLEAN, not on loan, not waited for."""
+        self.dirty = Ranking(farthest_first=True)
+        """What can be written: DIRTY, not on loan, not lost, not refused by every file."""
+        self.waiting: dict[int, Blob] = {}
+        """Blobs whose load must be called again; no ranking has them."""
+        self.leaving_bytes = 0
+        """Of slots that can be had once the writes that are wanted or in flight are done."""
+        self.in_flight = 0
+        """Blobs with a copy, write or read in flight: while above 0, waiting is not pointless."""
+        self.full_files: set[int] = set()
+        """Scratch files that had no room at the last try."""
+        self.full_text = ""
+        self.failed_blobs = 0
+        """Live blobs that every scratch file refused."""
+        self.failed_text = ""
+        self._order = order
+        self._instructions: list[Instruction] = []
+
+    def take_instructions(self) -> list[Instruction]:
+        """What is to be executed, once."""
+        instructions, self._instructions = self._instructions, []
+        return instructions
+
+    def tell(self, instruction: Instruction) -> None:
+        """Add an instruction."""
+        self._instructions.append(instruction)
+
+    # Rankings and sums
+
+    def settle(self, blob: Blob) -> None:
+        """Put the blob into the ranking that its condition asks for, and out of any other."""
+        ranking = self._ranking_for(blob)
+        if blob.ranking is not None and blob.ranking is not ranking:
+            blob.ranking.discard(blob)
+        blob.ranking = ranking
+        if ranking is not None:
+            ranking.add(blob, self.next_use(blob))
+
+    def settle_all(self) -> None:
+        """Rank every blob anew: the order of the cycle has changed."""
+        for ranking in (self.clean, self.dirty):
+            for blob in ranking:
+                self.settle(blob)
+        for group in self.groups:
+            for blob in (*group.on_disk, *group.wanted):
+                self.settle(blob)
+
+    def next_use(self, blob: Blob) -> int:
+        """A number that is the greater the later the blob is needed."""
+        return self._order.next_use(blob.index, blob.used)
+
+    def set_prefetched(self, blob: Blob, prefetched: bool) -> None:
+        """Note that the blob counts, or no longer, towards its group's ``max_prefetch``."""
+        blob.group.prefetched += prefetched - blob.prefetched
+        blob.prefetched = prefetched
+
+    def set_leaving(self, blob: Blob, leaving: bool) -> None:
+        """Note that the slot can be had after the I/O in flight, or that this is off."""
+        self.leaving_bytes += (leaving - blob.leaving) * blob.size_bytes
+        blob.leaving = leaving
+
+    def _ranking_for(self, blob: Blob) -> Ranking | None:
+        if blob.pins or blob.id in self.waiting:
+            return None
+        match blob.state:
+            case State.CLEAN:
+                return self.clean
+            case State.DIRTY if blob.wanted:
+                return blob.group.wanted
+            case State.DIRTY if not blob.lost and blob.save_error is None:
+                return self.dirty
+            case State.DISK if not blob.used and not blob.lost and blob.read_error is None:
+                return blob.group.on_disk
+        return None
+
+    # Slots
+
+    def evict(self, blob: Blob) -> None:
+        """CLEAN → DISK: its slot is free at once."""
+        blob.move(State.DISK)
+        self.drop_slot(blob)
+        self.set_prefetched(blob, False)
+        self.settle(blob)
+
+    def drop_slot(self, blob: Blob) -> None:
+        """Free the slot, if there is one."""
+        if blob.slot is not None:
+            self.arena.free(blob.slot, blob.size_bytes)
+            blob.slot = None
+
+    def release(self, blob: Blob) -> None:
+        """Give back what of a freed blob's slot and extents nothing uses any more."""
+        if blob.io is not None or blob.filling:
+            return
+        if blob.pieces:
+            self.scratch.free(blob.pieces)
+            blob.pieces = ()
+            if blob.written:
+                self.full_files.clear()
+        if blob.pins == 0:
+            self.drop_slot(blob)
+            del self.blobs[blob.id]
+
+    # Writing
+
+    def want_write(self, blob: Blob) -> None:
+        """Start a DIRTY blob's write, now or when its group may; or not, where no file takes it."""
+        if not blob.group.may_write:
+            blob.wanted = True
+            self.set_leaving(blob, True)
+            self.settle(blob)
+            return
+        pieces = self.scratch.allocate(blob.size_bytes, blob.bad_files | self.full_files)
+        if pieces is None or blob.slot is None:
+            return
+        blob.pieces = pieces
+        blob.move(State.WRITING)
+        blob.io = Io.WRITE
+        blob.group.writing += 1
+        self.in_flight += 1
+        self.set_leaving(blob, True)
+        self.settle(blob)
+        self.tell(StartWrite(blob.id, blob.slot, blob.size_bytes, pieces))
+
+    def drop_want(self, blob: Blob) -> None:
+        """Do not write the blob, if its write has not started."""
+        if blob.wanted:
+            blob.wanted = False
+            self.set_leaving(blob, False)
+
+    def start_wanted(self, group: Group) -> None:
+        """Start the group's wanted writes, as many as it may."""
+        while group.may_write and (blob := group.wanted.first()) is not None:
+            self.drop_want(blob)
+            self.settle(blob)
+            self.want_write(blob)
+
+    def cancel(self, blob: Blob) -> None:
+        """Cancel the I/O in flight, unless that was done."""
+        if blob.io is not None and not blob.cancelling:
+            blob.cancelling = True
+            self.set_leaving(blob, False)
+            self.tell(Cancel(blob.id))
+
+    def undo_write(self, blob: Blob) -> None:
+        """WRITING → DIRTY: there is no disk copy."""
+        blob.move(State.DIRTY)
+        self.scratch.free(blob.pieces)
+        blob.pieces = ()
+        self.settle(blob)
+
+    def note_failure(self, blob: Blob, failure: WriteFailure) -> None:
+        """Remember which files not to write to, and whether any is left for the blob."""
+        if failure.kind is Failure.CANCELLED:
+            return
+        if failure.kind is Failure.DISK_FULL:
+            self.full_files |= failure.files or frozenset(range(self.scratch.files))
+            self.full_text = failure.text
+            return
+        blob.bad_files |= failure.files or {piece.file for piece in blob.pieces}
+        self.failed_text = failure.text
+        if blob.state is not State.FREED and len(blob.bad_files) >= self.scratch.files:
+            blob.save_error = ScratchError(
+                f"blob {blob.id} could not be written to any scratch file and stays in RAM; the "
+                f"last failure: {failure.text}"
+            )
+            self.failed_blobs += 1
+
+    # Reading
+
+    def start_read(self, blob: Blob, slot: int, urgent: bool) -> None:
+        """DISK → READING into ``slot``, which is allocated for it."""
+        blob.slot = slot
+        blob.move(State.READING)
+        blob.io = Io.READ
+        blob.urgent = urgent
+        self.in_flight += 1
+        self.set_prefetched(blob, not urgent)
+        self.settle(blob)
+        self.tell(StartRead(blob.id, slot, blob.size_bytes, blob.pieces, urgent))
+
+    def undo_read(self, blob: Blob, error: Exception | None) -> None:
+        """READING → DISK; ``error`` is for the next load to raise."""
+        blob.move(State.DISK)
+        blob.read_error = error
+        self.drop_slot(blob)
+        self.set_prefetched(blob, False)
+        self.settle(blob)
+
+    def completed(self, blob: Blob) -> None:
+        """The blob's I/O is over, its outcome still to be taken in."""
+        if blob.io is Io.WRITE:
+            blob.group.writing -= 1
+        blob.io = None
+        blob.cancelling = False
+        self.in_flight -= 1
+        self.set_leaving(blob, False)
