@@ -1,0 +1,174 @@
+"""Which piece of which job runs next: pure bookkeeping, without threads, locks or I/O.
+
+Three classes: urgent reads before prefetch reads before writes. Inside a class, owners take
+turns by bytes (deficit round robin, in its surplus form: an owner may finish the piece that
+overdraws it, and waits until its debt is paid); an owner's own jobs run first in, first out.
+Writes never occupy all threads, so that a read that comes finds one at once.
+
+A job runs in pieces of at most one chunk, several at a time. :mod:`discod.engine` runs them.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+from enum import IntEnum
+from typing import Generic, TypeVar
+
+
+class Priority(IntEnum):
+    """The classes, first one first."""
+
+    URGENT = 0
+    PREFETCH = 1
+    WRITE = 2
+
+
+class Entry:
+    """A job as the schedule sees it: whose it is, how urgent, and how far it has come."""
+
+    __slots__ = ("owner", "priority", "running", "size_bytes", "taken_bytes")
+
+    def __init__(self, owner: Hashable, priority: Priority, size_bytes: int) -> None:
+        if size_bytes <= 0:
+            raise ValueError(f"a job of {size_bytes} bytes")
+        self.owner = owner
+        self.priority = priority
+        self.size_bytes = size_bytes
+        self.taken_bytes = 0
+        self.running = 0
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class _Class(Generic[E]):
+    """The queues of one class, one per owner that has anything queued."""
+
+    def __init__(self, quantum_bytes: int) -> None:
+        self._quantum_bytes = quantum_bytes
+        self._queues: dict[Hashable, OrderedDict[E, None]] = {}
+        self._turns: deque[Hashable] = deque()
+        self._credit_bytes: dict[Hashable, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._turns)
+
+    def push(self, entry: E) -> None:
+        queue = self._queues.get(entry.owner)
+        if queue is None:
+            queue = self._queues[entry.owner] = OrderedDict()
+            self._turns.append(entry.owner)
+            self._credit_bytes[entry.owner] = self._quantum_bytes
+        queue[entry] = None
+
+    def head(self) -> E:
+        """The job whose turn it is. There must be one."""
+        while self._credit_bytes[self._turns[0]] <= 0:
+            self._credit_bytes[self._turns[0]] += self._quantum_bytes
+            self._turns.rotate(-1)
+        return next(iter(self._queues[self._turns[0]]))
+
+    def charge(self, owner: Hashable, size_bytes: int) -> None:
+        self._credit_bytes[owner] -= size_bytes
+
+    def holds(self, entry: E) -> bool:
+        return entry in self._queues.get(entry.owner, ())
+
+    def remove(self, entry: E) -> bool:
+        if not self.holds(entry):
+            return False
+        queue = self._queues[entry.owner]
+        del queue[entry]
+        if not queue:
+            self._forget(entry.owner)
+        return True
+
+    def remove_owner(self, owner: Hashable) -> list[E]:
+        queue = self._queues.get(owner)
+        if queue is None:
+            return []
+        self._forget(owner)
+        return list(queue)
+
+    def _forget(self, owner: Hashable) -> None:
+        del self._queues[owner], self._credit_bytes[owner]
+        self._turns.remove(owner)
+
+
+class Schedule(Generic[E]):
+    """The queues of one pool of threads.
+
+    Args:
+        threads: Threads of the pool, at least 2.
+        chunk_bytes: Most bytes of one piece.
+    """
+
+    def __init__(self, threads: int, chunk_bytes: int) -> None:
+        if threads < 2:
+            raise ValueError(f"{threads} threads: a write could keep a read waiting")
+        self._most_writes = threads - 1
+        self._chunk_bytes = chunk_bytes
+        self._classes = {priority: _Class[E](chunk_bytes) for priority in Priority}
+        self._writes_running = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`pop` would return a piece."""
+        return self._next_class() is not None
+
+    def push(self, entry: E) -> None:
+        """Queue a job behind the others of its owner and class."""
+        self._classes[entry.priority].push(entry)
+
+    def pop(self) -> tuple[E, int, int] | None:
+        """Take the next piece: job, start and length in the job. :meth:`finish` must follow."""
+        queues = self._next_class()
+        if queues is None:
+            return None
+        entry = queues.head()
+        start = entry.taken_bytes
+        length = min(self._chunk_bytes, entry.size_bytes - start)
+        queues.charge(entry.owner, length)
+        entry.taken_bytes += length
+        entry.running += 1
+        if entry.taken_bytes == entry.size_bytes:
+            queues.remove(entry)
+        if entry.priority is Priority.WRITE:
+            self._writes_running += 1
+        return entry, start, length
+
+    def finish(self, entry: E) -> bool:
+        """A piece of ``entry`` has ended. True when it was the last: nothing runs or is queued."""
+        entry.running -= 1
+        if entry.priority is Priority.WRITE:
+            self._writes_running -= 1
+        return entry.running == 0 and not self._classes[entry.priority].holds(entry)
+
+    def drop(self, entry: E) -> bool:
+        """Take what is queued of ``entry`` out. True when nothing of it runs either."""
+        self._classes[entry.priority].remove(entry)
+        return entry.running == 0
+
+    def cancel(self, entry: E) -> bool:
+        """Take ``entry`` out if no piece of it was ever taken; else leave it and return False."""
+        return entry.taken_bytes == 0 and self._classes[entry.priority].remove(entry)
+
+    def promote(self, entry: E) -> None:
+        """Make a prefetch read urgent. What is queued of it goes behind other urgent reads."""
+        if entry.priority is not Priority.PREFETCH:
+            return
+        queued = self._classes[Priority.PREFETCH].remove(entry)
+        entry.priority = Priority.URGENT
+        if queued:
+            self._classes[Priority.URGENT].push(entry)
+
+    def drop_owner(self, owner: Hashable) -> list[E]:
+        """Take out all that is queued of ``owner``; what runs of it runs on."""
+        return [entry for queues in self._classes.values() for entry in queues.remove_owner(owner)]
+
+    def _next_class(self) -> _Class[E] | None:
+        for priority, queues in self._classes.items():
+            if queues and (
+                priority is not Priority.WRITE or self._writes_running < self._most_writes
+            ):
+                return queues
+        return None
