@@ -1,0 +1,196 @@
+"""A scratch directory: locked and probed at start, then a source of nameless files.
+
+A file's growth and its share of the quota are in :mod:`discod.scratch_file`.
+"""
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from discod.budget import Budget
+from discod.exits import Exit, StartupError
+from discod.locks import Locked, lock_directory
+from discod.scratch_file import ScratchFile
+from discod.wire import PAGE_BYTES
+
+FILE_PREFIX = ".discod-"
+"""Of files on file systems without O_TMPFILE, for the moment between making and unlinking."""
+
+FILE_MODE = 0o600
+
+_IN_RAM = ("tmpfs", "ramfs")
+_NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+
+_log = logging.getLogger(__name__)
+
+
+class ForeignFile(Exception):
+    """A file handed over to be resumed is none that a daemon of this user made here."""
+
+
+class Directory:
+    """One scratch directory, locked for this process's life.
+
+    Args:
+        path: The directory.
+
+    Attributes:
+        direct: Whether its files are O_DIRECT.
+        device: ``st_dev`` of its files, which a union file system may set apart from its own.
+
+    Raises:
+        StartupError: It cannot be used.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock_fd = self._lock()
+        try:
+            self._remove_stale()
+            self.fs_type = _fs_type(os.fstat(self._lock_fd).st_dev)
+            self.direct, self.device = self._probe()
+        except OSError as error:
+            os.close(self._lock_fd)
+            raise self._unusable(error) from error
+        way = "O_DIRECT" if self.direct else "buffered I/O, because O_DIRECT does not work on it"
+        _log.info("scratch %s: %s, %s", path, self.fs_type, way)
+        if self.fs_type in _IN_RAM:
+            _log.warning(
+                "scratch %s is on %s, which is memory: what is offloaded to it frees none; "
+                "choose a directory on a disk with --scratch (DISCOD_SCRATCH)",
+                path,
+                self.fs_type,
+            )
+
+    def create(self, quota: Budget) -> ScratchFile:
+        """A new, empty file that will grow within ``quota``. Raises ``OSError``."""
+        return self._file(self._open_new(self.direct), quota)
+
+    def adopt(self, path_fd: int, quota: Budget) -> ScratchFile:
+        """The file that another fd of it names, in the state in which it is.
+
+        Raises:
+            ForeignFile: It has a name, or another owner, mode or device than our files.
+            OSError: It cannot be opened.
+        """
+        status = os.fstat(path_fd)
+        flaws = {
+            "no regular file": not stat.S_ISREG(status.st_mode),
+            "a file with a name": status.st_nlink != 0,
+            f"of uid {status.st_uid}": status.st_uid != os.geteuid(),
+            f"of mode {status.st_mode & 0o7777:o}": status.st_mode & 0o7777 != FILE_MODE,
+            "on another file system": status.st_dev != self.device,
+        }
+        found = [flaw for flaw, is_so in flaws.items() if is_so]
+        if found:
+            raise ForeignFile(f"it is {', '.join(found)}")
+        flags = os.O_RDWR | (os.O_DIRECT if self.direct else 0)
+        return self._file(os.open(f"/proc/self/fd/{path_fd}", flags), quota)
+
+    def free_bytes(self) -> int:
+        """What its file system has free for users."""
+        status = os.fstatvfs(self._lock_fd)
+        return status.f_bavail * status.f_frsize
+
+    def _file(self, fd: int, quota: Budget) -> ScratchFile:
+        try:
+            return ScratchFile(fd, str(self.path), self.direct, quota)
+        except OSError:
+            os.close(fd)
+            raise
+
+    def _lock(self) -> int:
+        try:
+            return lock_directory(self.path)
+        except Locked as error:
+            raise StartupError(
+                Exit.SCRATCH_LOCKED,
+                f"scratch {self.path} is in use by another daemon ({error.holder}): not started; "
+                "stop that daemon, or give this one a directory of its own with --scratch",
+            ) from error
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> StartupError:
+        reason = f"{error.strerror} (errno {error.errno})"
+        match error.errno:
+            case errno.ENOENT:
+                code, remedy = Exit.SCRATCH_MISSING, "create it, or correct --scratch"
+            case errno.ENOTDIR:
+                code, remedy = Exit.SCRATCH_NOT_A_DIRECTORY, "give --scratch a directory"
+            case errno.EROFS | errno.EACCES | errno.EPERM:
+                code = Exit.SCRATCH_READ_ONLY
+                remedy = f"make it writable for uid {os.geteuid()}, or choose another --scratch"
+            case _:
+                code, remedy = Exit.SCRATCH_UNUSABLE, "choose another --scratch"
+        text = f"scratch {self.path} cannot be used: {reason}; not started; {remedy}"
+        return StartupError(code, text)
+
+    def _remove_stale(self) -> None:
+        """Remove files that a daemon left which was killed before it could unlink them."""
+        for entry in os.scandir(self._lock_fd):
+            if not entry.name.startswith(FILE_PREFIX) or not entry.is_file(follow_symlinks=False):
+                continue
+            if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                os.unlink(entry.name, dir_fd=self._lock_fd)
+                _log.info("removed %s, left by a daemon that was killed", self.path / entry.name)
+
+    def _open_new(self, direct: bool) -> int:
+        """A nameless file. Where O_TMPFILE works, nobody can give it a name either (O_EXCL)."""
+        flags = os.O_RDWR | (os.O_DIRECT if direct else 0)
+        try:
+            return os.open(self.path, flags | os.O_TMPFILE | os.O_EXCL, FILE_MODE)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+        fd, name = tempfile.mkstemp(prefix=FILE_PREFIX, dir=self.path)
+        try:
+            return os.open(name, flags)
+        finally:
+            os.unlink(name)
+            os.close(fd)
+
+    def _probe(self) -> tuple[bool, int]:
+        """Whether O_DIRECT really works here, and the device of files made here."""
+        with contextlib.suppress(OSError):
+            fd = self._open_new(direct=True)
+            try:
+                _write_and_read(fd)
+                return True, os.fstat(fd).st_dev
+            except OSError as error:
+                # A full disk says nothing about O_DIRECT, which could be opened.
+                if error.errno in _NO_SPACE:
+                    return True, os.fstat(fd).st_dev
+            finally:
+                os.close(fd)
+        fd = self._open_new(direct=False)
+        try:
+            return False, os.fstat(fd).st_dev
+        finally:
+            os.close(fd)
+
+
+def _write_and_read(fd: int) -> None:
+    with mmap.mmap(-1, PAGE_BYTES) as page:
+        page[:] = wanted = b"discod" + bytes(PAGE_BYTES - 6)
+        if os.pwritev(fd, [page], 0) != PAGE_BYTES:
+            raise OSError(errno.EIO, "short write")
+        page[:] = bytes(PAGE_BYTES)
+        if os.preadv(fd, [page], 0) != PAGE_BYTES or page[:] != wanted:
+            raise OSError(errno.EIO, "short or wrong read")
+
+
+def _fs_type(device: int) -> str:
+    """The file system's type by its device number, as /proc/self/mountinfo has it."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            if line.split()[2] == wanted:
+                return line.split(" - ", 1)[1].split()[0]
+    return "unknown file system"
