@@ -1,0 +1,266 @@
+"""The clients that are attached: how each comes in, and how each ends.
+
+The end of a client
+-------------------
+1. kernel: the client's process ends; its lifeline reads EOF, and its pidfd becomes readable even
+   if a process that it forked holds the lifeline.
+2. here: no more answers; what is queued is cancelled (:meth:`Tenant.close`).
+3. engine: the pieces in flight end; until then they touch the arena and the files.
+4. chores: the arena is unmapped and the files are closed (:meth:`Tenant.free`).
+5. here: the memory and the quota are free for others.
+
+A client that ends has given up what it has on disk. When the daemon hangs up instead, the client
+may come back and resume: its files keep their data for as long as it holds them.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from discod.admission import Admission, Admitted, close_fds, inode
+from discod.attach import Handshake, Peer
+from discod.checksum import Mode
+from discod.chores import Chores
+from discod.loop import Loop
+from discod.tenant import Tenant, Who
+from discod.trimming import Trimmer
+from discod.wire.fds import send_message
+from discod.wire.messages import IDENTITY_BYTES, Attach, Attached, Reply, Welcome
+from discod.wire.sizes import format_size
+
+ACCEPT_PAUSE_SECONDS = 0.5
+"""After running out of fds, since the listener would wake the loop without end."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A tenant and its connection."""
+
+    tenant: Tenant
+    identity: bytes
+    lifeline: socket.socket
+    peer: Peer
+
+
+class Clients:
+    """The attach listener and all that came of it.
+
+    Args:
+        loop: The event loop.
+        chores: For slow calls.
+        admission: Decides who is let in.
+        mode: The checksum to take of what is written.
+        listener: The attach socket.
+        welcome: Makes the greeting; with the daemon's epoch in it.
+        status: Makes the status as JSON.
+        answer: Sends an answer to the client with an identity.
+        changed: Called when a client has attached, and when one is gone.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        chores: Chores,
+        admission: Admission,
+        mode: Mode,
+        listener: socket.socket,
+        welcome: Callable[[], Welcome],
+        status: Callable[[], str],
+        answer: Callable[[bytes, Reply], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self.welcome = welcome
+        self.status = status
+        self._loop = loop
+        self._chores = chores
+        self._admission = admission
+        self._mode = mode
+        self._listener = listener
+        self._answer = answer
+        self._changed = changed
+        self._trimmer = Trimmer(loop, chores)
+        self._handshakes: set[Handshake] = set()
+        self._waiting: list[Callable[[], None]] = []
+        self._clients: dict[bytes, Client] = {}
+        self._accepting = True
+        loop.add_reader(listener.fileno(), self._accept)
+
+    @property
+    def count(self) -> int:
+        """Clients that are attached or about to be."""
+        return len(self._clients) + len(self._handshakes)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of all clients that are not answered."""
+        return sum(client.tenant.in_flight for client in self._clients.values())
+
+    @property
+    def tenants(self) -> Iterable[Tenant]:
+        return (client.tenant for client in self._clients.values())
+
+    def find(self, identity: bytes) -> Client | None:
+        """The client whose messages carry ``identity``, unless it is on its way out."""
+        client = self._clients.get(identity)
+        return None if client is None or client.tenant.closing else client
+
+    def attach(self, handshake: Handshake, attach: Attach, fds: list[int]) -> None:
+        """A client asks to be let in (:class:`discod.attach.Host`)."""
+        inodes = {inode(fd) for fd in fds[1:]}
+        leaving = (tenant for tenant in self.tenants if tenant.closing)
+        if any(file.scratch.inode in inodes for tenant in leaving for file in tenant.files):
+            # We hung up on it, and it is back before its I/O in flight has ended.
+            self._waiting.append(partial(self._admit, handshake, attach, fds))
+        else:
+            self._admit(handshake, attach, fds)
+
+    def hang_up(self, client: Client, reason: str) -> None:
+        """Close a client that is still there, because of ``reason``."""
+        self._close(client, reason, gone=False)
+
+    def stop_accepting(self) -> None:
+        """Close the listener and drop whoever has not got in yet."""
+        if self._accepting:
+            self._accepting = False
+            with contextlib.suppress(KeyError):
+                self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+            for handshake in list(self._handshakes):
+                handshake.drop()
+
+    def cancel_all(self) -> None:
+        """Cancel all that is queued, of all clients."""
+        for tenant in self.tenants:
+            if not tenant.closing:
+                tenant.close(lambda: None)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                    self._pause(error)
+                    return
+                continue  # that connection was gone already
+            try:
+                handshake = Handshake(self._loop, self, connection, self._handshake_ended)
+            except OSError as error:
+                connection.close()
+                self._pause(error)
+                return
+            self._handshakes.add(handshake)
+
+    def _pause(self, error: OSError) -> None:
+        _log.warning("attaches wait for %s s: %s", ACCEPT_PAUSE_SECONDS, error)
+        self._loop.remove_reader(self._listener.fileno())
+        self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._go_on)
+
+    def _go_on(self) -> None:
+        if self._accepting:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _handshake_ended(self, handshake: Handshake) -> None:
+        self._handshakes.discard(handshake)
+
+    def _admit(self, handshake: Handshake, attach: Attach, fds: list[int]) -> None:
+        if handshake.open:
+            self._admission.admit(attach, fds, partial(self._decided, handshake, attach))
+        else:
+            close_fds(fds)
+
+    def _decided(self, handshake: Handshake, attach: Attach, outcome: Admitted | Exception) -> None:
+        if isinstance(outcome, Exception):
+            handshake.refuse(f"not attached: {outcome}")
+        elif handshake.open:
+            self._let_in(handshake, attach, outcome)
+        else:
+            released = partial(self._admission.released, attach.arena_bytes, outcome.files)
+            self._chores.submit(outcome.free, lambda _: released())
+
+    def _let_in(self, handshake: Handshake, attach: Attach, admitted: Admitted) -> None:
+        lifeline, peer = handshake.accept()
+        # ZeroMQ takes no identity that begins with a zero byte.
+        identity = b"\x01" + os.urandom(IDENTITY_BYTES - 1)
+        tenant = Tenant(
+            Who(peer.pid, peer.uid, attach.rank, attach.command),
+            self.welcome().epoch,
+            admitted.mapping,
+            admitted.files,
+            self._mode,
+            partial(self._answer, identity),
+            self._trimmer.idle,
+        )
+        self._clients[identity] = client = Client(tenant, identity, lifeline, peer)
+        self._loop.add_reader(lifeline.fileno(), partial(self._lifeline_readable, client))
+        if peer.pidfd is not None:
+            ended = partial(self._close, client, "its process ended", gone=True)
+            self._loop.add_reader(peer.pidfd, ended)
+        _log.info(
+            "%s %s, arena %s: %.80s",
+            tenant.who,
+            "resumed" if attach.resume else "attached",
+            format_size(attach.arena_bytes),
+            attach.command,
+        )
+        try:
+            send_message(lifeline, Attached(identity), admitted.path_fds)
+        except OSError as error:
+            self._close(client, f"it did not await the answer: {error}", gone=True)
+        close_fds(admitted.path_fds)
+        self._changed()
+
+    def _lifeline_readable(self, client: Client) -> None:
+        try:
+            said = client.lifeline.recv(1)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        if said:
+            self._close(client, "it spoke on its lifeline, against the protocol", gone=False)
+        else:
+            self._close(client, "it hung up", gone=True)
+
+    def _close(self, client: Client, reason: str, *, gone: bool) -> None:
+        if client.tenant.closing:
+            return
+        self._loop.remove_reader(client.lifeline.fileno())
+        if client.peer.pidfd is not None:
+            self._loop.remove_reader(client.peer.pidfd)
+        client.lifeline.close()
+        client.peer.close()
+        client.tenant.close(partial(self._quiet, client, reason, gone=gone))
+
+    def _quiet(self, client: Client, reason: str, *, gone: bool) -> None:
+        """Nothing of the client runs any more."""
+        self._chores.submit(
+            partial(client.tenant.free, discard=gone), partial(self._freed, client, reason)
+        )
+
+    def _freed(self, client: Client, reason: str, outcome: Exception | None) -> None:
+        tenant = client.tenant
+        if outcome is not None:
+            _log.error("%s: not all of it could be freed: %s", tenant.who, outcome)
+        self._admission.released(tenant.arena_bytes, tenant.files)
+        del self._clients[client.identity]
+        _log.info(
+            "%s detached (%s): %s written, %s read",
+            tenant.who,
+            reason,
+            format_size(tenant.written_bytes),
+            format_size(tenant.read_bytes),
+        )
+        waiting, self._waiting = self._waiting, []
+        for attach in waiting:
+            attach()
+        self._changed()

@@ -1,0 +1,258 @@
+"""The daemon's life: start-up, messages and answers, the drained exit.
+
+Everything runs on one event loop in which nothing waits: disks are for :mod:`discod.engine`, other
+slow calls for :mod:`discod.chores`. How clients come and go is in :mod:`discod.clients`.
+
+The drained exit
+----------------
+1. The first SIGTERM or SIGINT: no more attaches; what has been received is answered as ever, what
+   is in the socket is received once more, and then no more.
+2. When nothing is in flight, or after ``DRAIN_SECONDS``, when what is queued is dropped without an
+   answer: the answers are flushed, the sockets unlinked, and the process exits.
+3. What a client has not had an answer to by then it sends again to the next daemon.
+
+A second signal skips all of that.
+"""
+
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+from typing import cast
+
+from discod import __version__
+from discod.admission import Admission, Device
+from discod.budget import Budget
+from discod.chores import Chores
+from discod.clients import Clients
+from discod.config import Config, default_disk_bytes, default_ram_bytes
+from discod.engine import Engine
+from discod.exits import Exit
+from discod.logs import RateLimited
+from discod.loop import Loop
+from discod.router import Router
+from discod.socket_dir import SocketDir
+from discod.status import make_status
+from discod.storage import Directory
+from discod.wire import PROTOCOL_VERSION
+from discod.wire.codec import WireError, decode, encode
+from discod.wire.messages import (
+    Cancel,
+    Failed,
+    Failure,
+    Ping,
+    Promote,
+    Read,
+    Reply,
+    Request,
+    Trim,
+    Welcome,
+    Write,
+)
+from discod.wire.sizes import format_size
+
+MESSAGES_PER_ROUND = 256
+"""Then the loop looks after lifelines and attaches, whatever else a client has sent."""
+
+DRAIN_SECONDS = 4.0
+"""The exit takes 5 s at most; service managers and schedulers send SIGKILL some time later."""
+DROP_SECONDS = 0.4
+"""Then for the pieces that are in flight when what is queued is dropped."""
+
+FIRST_CLIENT_SECONDS = 30.0
+"""With ``--exit-idle``: the trainer that started the daemon is given this long to come."""
+
+_log = logging.getLogger(__name__)
+_foreign = RateLimited(_log)
+
+
+class Server:
+    """The daemon. It listens once it is made; :meth:`run` serves until a signal or idleness.
+
+    Args:
+        config: Its options.
+
+    Raises:
+        StartupError: It cannot start; nothing is left behind.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        _raise_fd_limit()
+        self._socket_dir = SocketDir(config.socket_dir)
+        directories = [Directory(path) for path in config.scratch]
+        self._ram = Budget(config.ram_bytes or default_ram_bytes())
+        free = ((directory.device, directory.free_bytes()) for directory in directories)
+        self._disk = Budget(config.disk_bytes or default_disk_bytes(free))
+        self._loop = Loop()
+        self._chores = Chores(self._loop.post)
+        engines: dict[int, Engine] = {}
+        for directory in directories:
+            if directory.device not in engines:
+                name = f"io-{len(engines)}"
+                engines[directory.device] = Engine(
+                    config.threads, config.chunk_bytes, self._loop.post, name=name
+                )
+        self._devices = [Device(d, engines[d.device]) for d in directories]
+        self._epoch = int.from_bytes(os.urandom(8), "big") >> 1
+        self._draining = False
+        self._signal = 0
+        self._idle_timer = self._loop.call_later(0, lambda: None)
+        try:
+            self._router = Router(self._socket_dir.io_path)
+        except OSError as error:
+            raise self._socket_dir.unusable(error) from error
+        self._loop.add_reader(self._router.fd, lambda: None)  # received in every round: _more()
+        self._clients = Clients(
+            self._loop,
+            self._chores,
+            Admission(self._devices, self._ram, self._disk, self._chores),
+            config.checksum,
+            self._socket_dir.listen(),
+            self._welcome,
+            self._status,
+            self._answer,
+            self._clients_changed,
+        )
+        self._watch_signals()
+        _log.info(
+            "discod %s (pid %d) serves %s on %s: arenas up to %s, scratch up to %s, %d threads per "
+            "device, chunks of %s, checksums %s",
+            __version__,
+            os.getpid(),
+            ", ".join(map(str, config.scratch)),
+            self._socket_dir.path,
+            format_size(self._ram.limit_bytes),
+            format_size(self._disk.limit_bytes),
+            config.threads,
+            format_size(config.chunk_bytes),
+            config.checksum.value,
+        )
+
+    def run(self) -> Exit:
+        """Serve until the end, then leave nothing but what the kernel cleans up."""
+        if self._config.exit_idle_seconds:
+            first = max(self._config.exit_idle_seconds, FIRST_CLIENT_SECONDS)
+            self._idle_timer = self._loop.call_later(first, self._idle)
+        try:
+            self._loop.run(self._more)
+        finally:
+            self._router.close()
+            self._socket_dir.remove_sockets()
+        _log.info("discod ends: %s", signal.strsignal(self._signal) if self._signal else "idle")
+        return Exit.OK
+
+    def _more(self) -> bool:
+        return not self._draining and self._router.receive(self._message, MESSAGES_PER_ROUND)
+
+    def _message(self, identity: bytes, body: bytes) -> None:
+        client = self._clients.find(identity)
+        if client is None:
+            self._foreign_message(identity, body)
+            return
+        try:
+            request = _decode(body)
+        except WireError as error:
+            self._clients.hang_up(client, f"it broke the protocol: {error}")
+            return
+        client.tenant.handle(request)
+
+    def _foreign_message(self, identity: bytes, body: bytes) -> None:
+        """From a client that is on its way out, or from one that never attached."""
+        _foreign.warning("message from %.32s, which is no client's identity", identity.hex())
+        with contextlib.suppress(WireError):
+            request = _decode(body)
+            text = "not attached: the daemon has hung up on this client, or never knew it"
+            reply = Failed(request.seq, request.epoch, Failure.REFUSED, 0, text)
+            self._router.send(identity, encode(reply))
+
+    def _answer(self, identity: bytes, reply: Reply) -> None:
+        if not self._router.send(identity, encode(reply)):
+            client = self._clients.find(identity)
+            if client is not None:
+                # It resends what has no answer after it has attached again.
+                self._clients.hang_up(client, "its I/O connection is gone")
+        if self._draining and not self._clients.in_flight:
+            self._loop.stop()
+
+    def _welcome(self) -> Welcome:
+        return Welcome(
+            protocol=PROTOCOL_VERSION,
+            version=__version__,
+            epoch=self._epoch,
+            pid=os.getpid(),
+            ram_bytes=self._ram.limit_bytes,
+            ram_free_bytes=self._ram.free_bytes,
+            disk_bytes=self._disk.limit_bytes,
+            directories=tuple(str(device.directory.path) for device in self._devices),
+        )
+
+    def _status(self) -> str:
+        tenants = self._clients.tenants
+        return make_status(self._config, self._devices, self._ram, self._disk, tenants)
+
+    def _clients_changed(self) -> None:
+        self._idle_timer.cancel()
+        if self._config.exit_idle_seconds and not self._clients.count:
+            after = self._config.exit_idle_seconds
+            self._idle_timer = self._loop.call_later(after, self._idle)
+
+    def _idle(self) -> None:
+        if self._clients.count:
+            # Someone is just attaching, or asks for the status.
+            self._idle_timer = self._loop.call_later(1.0, self._idle)
+        else:
+            self._loop.stop()
+
+    def _watch_signals(self) -> None:
+        self._signals, waker = socket.socketpair()
+        self._signals.setblocking(False)
+        waker.setblocking(False)
+        signal.set_wakeup_fd(waker.detach(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # The handler must exist for the wakeup fd to be written to.
+            signal.signal(number, lambda *_: None)
+        self._loop.add_reader(self._signals.fileno(), self._signalled)
+
+    def _signalled(self) -> None:
+        for number in self._signals.recv(64):
+            if number not in (signal.SIGTERM, signal.SIGINT):
+                continue
+            if self._draining:
+                self._socket_dir.remove_sockets()
+                os._exit(Exit.FORCED)
+            self._signal = number
+            self._drain()
+
+    def _drain(self) -> None:
+        """Step 1 of the drained exit; :meth:`_answer` ends step 2."""
+        name = signal.strsignal(self._signal)
+        _log.info("%s: %d requests in flight", name, self._clients.in_flight)
+        self._clients.stop_accepting()
+        while self._router.receive(self._message, MESSAGES_PER_ROUND):
+            pass
+        self._draining = True
+        self._loop.remove_reader(self._router.fd)
+        if self._clients.in_flight:
+            self._loop.call_later(DRAIN_SECONDS, self._drop)
+        else:
+            self._loop.stop()
+
+    def _drop(self) -> None:
+        _log.warning("%d requests are left to the next daemon", self._clients.in_flight)
+        self._clients.cancel_all()
+        self._loop.call_later(DROP_SECONDS, self._loop.stop)
+
+
+def _raise_fd_limit() -> None:
+    """To what is allowed: a client takes three fds and one for each scratch directory."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _decode(body: bytes) -> Request:
+    # mypy infers the bound of decode's type variable for several classes.
+    return cast(Request, decode(body, Write, Read, Promote, Cancel, Trim, Ping))

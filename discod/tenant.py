@@ -1,0 +1,285 @@
+"""One attached client as the daemon knows it: its arena, files, unanswered requests, counters.
+
+Every request is checked here before it reaches the engine. What a request means is in
+:mod:`discod.wire.messages`; where messages come from and answers go to is the server's.
+"""
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from discod import checksum
+from discod.engine import Cancelled, Engine, Job
+from discod.logs import RateLimited
+from discod.mapping import Mapping
+from discod.schedule import Priority
+from discod.scratch_file import ScratchFile, ScratchFull
+from discod.transfer import Corrupt, ReadBlob, WriteBlob
+from discod.wire import PAGE_BYTES
+from discod.wire.messages import (
+    Cancel,
+    Done,
+    Failed,
+    Failure,
+    Ping,
+    Promote,
+    Read,
+    Reply,
+    Request,
+    Trim,
+    Write,
+)
+from discod.wire.sizes import format_size
+
+MAX_UNANSWERED = 32_768
+"""Per client; a bound on what one that has lost its mind can make the daemon keep."""
+
+MAX_FILE_BYTES = 1 << 62
+"""Beyond any file system, and far below where offset arithmetic could overflow."""
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+_failures = RateLimited(logging.getLogger(__name__))
+
+
+@dataclass(frozen=True, slots=True)
+class Who:
+    """Whom the daemon serves: for the log and the status alone."""
+
+    pid: int
+    uid: int
+    rank: int
+    command: str
+
+    def __str__(self) -> str:
+        rank = f", rank {self.rank}" if self.rank >= 0 else ""
+        return f"pid {self.pid or 'unknown'} (uid {self.uid}{rank})"
+
+
+class File:
+    """A scratch file and the engine of the device it is on.
+
+    Attributes:
+        busy: Requests on it that are not answered.
+        idle_since: When ``busy`` last fell to 0, by the monotonic clock.
+        trim_bytes: What the last ``Trim`` asked for, until a write makes it void.
+    """
+
+    def __init__(self, scratch: ScratchFile, engine: Engine, directory: int) -> None:
+        self.scratch = scratch
+        self.engine = engine
+        self.directory = directory
+        self.busy = 0
+        self.idle_since = time.monotonic()
+        self.trim_bytes: int | None = None
+
+
+class _Refusal(Exception):
+    """The request breaks the rules."""
+
+
+class Tenant:
+    """An attached client.
+
+    Args:
+        who: The process.
+        epoch: The daemon's.
+        mapping: Its arena.
+        files: Its scratch files, in the order in which requests number them.
+        mode: The checksum to take of what is written.
+        answer: Sends a reply to the client.
+        idle: Called when a file that is to be trimmed has nothing left to do.
+    """
+
+    def __init__(
+        self,
+        who: Who,
+        epoch: int,
+        mapping: Mapping,
+        files: Sequence[File],
+        mode: checksum.Mode,
+        answer: Callable[[Reply], None],
+        idle: Callable[[File], None],
+    ) -> None:
+        self.who = who
+        self.arena_bytes = mapping.size_bytes
+        self.files = files
+        self.written_bytes = 0
+        self.read_bytes = 0
+        self._epoch = epoch
+        self._mapping = mapping
+        self._mode = mode
+        self._answer = answer
+        self._idle = idle
+        self._jobs: dict[int, tuple[Job, Engine]] = {}
+        self._closed: Callable[[], None] | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that are queued or running."""
+        return len(self._jobs)
+
+    @property
+    def closing(self) -> bool:
+        return self._closed is not None
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(file.scratch.allocated_bytes for file in self.files)
+
+    def handle(self, request: Request) -> None:
+        """Start or answer ``request``: it gets exactly one answer, now or when its job ends."""
+        try:
+            if request.epoch != self._epoch:
+                raise _Refusal(f"epoch {request.epoch} is not this daemon's, {self._epoch}")
+            match request:
+                case Write():
+                    self._write(request)
+                case Read():
+                    self._read(request)
+                case Trim():
+                    self._trim(request)
+                    self._done(request)
+                case Cancel():
+                    self._cancel(request.target)
+                    self._done(request)
+                case Promote():
+                    self._promote(request.target)
+                    self._done(request)
+                case Ping():
+                    self._done(request)
+        except _Refusal as refusal:
+            text = f"{type(request).__name__} refused: {refusal}"
+            self._answer(Failed(request.seq, request.epoch, Failure.REFUSED, 0, text))
+
+    def close(self, closed: Callable[[], None]) -> None:
+        """Cancel what is queued; call ``closed`` once nothing runs any more. No more answers."""
+        self._closed = closed
+        for file in self.files:
+            file.trim_bytes = None
+        for engine in {file.engine for file in self.files}:
+            engine.drop_owner(self)
+        if not self._jobs:
+            closed()
+
+    def free(self, *, discard: bool) -> None:
+        """Unmap and close everything, after :meth:`close` has called back. Slow; in any thread.
+
+        Args:
+            discard: The client has gone for good: free its disk space even if a process that it
+                forked holds the files.
+        """
+        self._mapping.close()
+        for file in self.files:
+            file.scratch.close(discard=discard)
+
+    def _write(self, request: Write) -> None:
+        file = self._check(request)
+        file.trim_bytes = None
+        file.scratch.keep()
+        data = self._mapping.view(request.slot, request.length)
+        work = WriteBlob(file.scratch, request.offset, data, self._mode)
+        self._start(request, file, Priority.WRITE, work)
+
+    def _read(self, request: Read) -> None:
+        file = self._check(request)
+        if not checksum.valid(request.checksum):
+            raise _Refusal("its checksum is none of this daemon's")
+        data = self._mapping.view(request.slot, request.length)
+        work = ReadBlob(file.scratch, request.offset, data, request.checksum)
+        priority = Priority.URGENT if request.urgent else Priority.PREFETCH
+        self._start(request, file, priority, work)
+
+    def _start(
+        self, request: Write | Read, file: File, priority: Priority, work: WriteBlob | ReadBlob
+    ) -> None:
+        job = Job(self, priority, request.length, work, partial(self._ended, request, file))
+        self._jobs[request.seq] = job, file.engine
+        file.busy += 1
+        file.engine.submit(job)
+
+    def _trim(self, request: Trim) -> None:
+        file = self._file(request.file)
+        if request.size < 0 or request.size % PAGE_BYTES:
+            raise _Refusal(f"size {request.size} is not in whole pages")
+        file.trim_bytes = request.size
+        if not file.busy:
+            self._idle(file)
+
+    def _cancel(self, target: int) -> None:
+        if target in self._jobs:
+            job, engine = self._jobs[target]
+            engine.cancel(job)
+
+    def _promote(self, target: int) -> None:
+        if target in self._jobs:
+            job, engine = self._jobs[target]
+            engine.promote(job)
+
+    def _file(self, number: int) -> File:
+        if not 0 <= number < len(self.files):
+            raise _Refusal(f"file {number} of {len(self.files)}")
+        return self.files[number]
+
+    def _check(self, request: Write | Read) -> File:
+        offset, slot, length = request.offset, request.slot, request.length
+        if (offset | slot | length) % PAGE_BYTES:
+            raise _Refusal(f"offset {offset}, slot {slot} or length {length} is not in whole pages")
+        if length <= 0 or not 0 <= slot <= self.arena_bytes - length:
+            raise _Refusal(f"{length} bytes at {slot} are not in its arena of {self.arena_bytes}")
+        if not 0 <= offset <= MAX_FILE_BYTES - length:
+            raise _Refusal(f"{length} bytes at {offset} are beyond any file")
+        if request.seq in self._jobs:
+            raise _Refusal("a request with this seq is not answered yet")
+        if len(self._jobs) >= MAX_UNANSWERED:
+            raise _Refusal(f"{MAX_UNANSWERED} requests of this client are not answered yet")
+        return self._file(request.file)
+
+    def _done(self, request: Request, checksum: bytes = b"") -> None:
+        self._answer(Done(request.seq, request.epoch, checksum))
+
+    def _ended(self, request: Write | Read, file: File, job: Job) -> None:
+        """The job has ended, on the event loop."""
+        del self._jobs[request.seq]
+        file.busy -= 1
+        file.idle_since = time.monotonic()
+        if self._closed is not None:
+            if not self._jobs:
+                self._closed()
+            return
+        if job.error is not None:
+            self._answer(self._failed(request, file, job.error))
+        else:
+            if isinstance(request, Write):
+                self.written_bytes += request.length
+            else:
+                self.read_bytes += request.length
+            self._done(request, job.result)
+        if file.trim_bytes is not None and not file.busy:
+            self._idle(file)
+
+    def _failed(self, request: Write | Read, file: File, error: BaseException) -> Failed:
+        code = (error.errno or 0) if isinstance(error, OSError | ScratchFull) else 0
+        what = (
+            f"{type(request).__name__.lower()} of {format_size(request.length)} at "
+            f"{request.offset} in scratch {file.scratch.directory}"
+        )
+        match error:
+            case Cancelled():
+                return Failed(request.seq, request.epoch, Failure.CANCELLED, 0, "cancelled")
+            case ScratchFull():
+                kind, text = Failure.DISK_FULL, str(error)
+            case Corrupt():
+                kind = Failure.CORRUPT
+                text = f"{what}: not what was written there (by its checksum); check the device"
+            case OSError():
+                kind = Failure.DISK_FULL if code in _NO_ROOM else Failure.IO
+                text = f"{what} failed: {os.strerror(code)} (errno {code}); see the kernel's log"
+            case _:
+                kind, text = Failure.IO, f"{what} failed: {error!r}"
+        _failures.warning("%s: %s", self.who, text)
+        return Failed(request.seq, request.epoch, kind, code, text)
