@@ -1,0 +1,170 @@
+"""The command line: ``discod`` runs the daemon, ``discod status`` shows what it does.
+
+Only what the help text needs is imported at the top; the daemon starts in a fraction of a second.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from discod import __version__
+from discod.checksum import Mode
+from discod.config import DEFAULT_CHUNK_BYTES, DEFAULT_THREADS, DISK_SHARE, RAM_SHARE
+from discod.exits import Exit
+from discod.logs import LEVELS
+from discod.wire.paths import SocketPathTooLong, default_socket_dir
+from discod.wire.sizes import parse_size
+
+
+def _size(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
+    try:
+        return None if value is None else parse_size(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, option) from error
+
+
+_socket_dir = click.option(
+    "--socket-dir",
+    type=click.Path(path_type=Path),
+    envvar="DISCOD_SOCKET_DIR",
+    help="Directory of the daemon's sockets, which clients find it by.  "
+    "[default: /run/discod, else $XDG_RUNTIME_DIR/discod, else one in the temp dir]",
+)
+
+
+@click.group(invoke_without_command=True)
+@click.option(
+    "--scratch",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    envvar="DISCOD_SCRATCH",
+    help="Directory on NVMe to keep activations in; give it once per device to stripe over. "
+    "DISCOD_SCRATCH separates several by ':'.",
+)
+@_socket_dir
+@click.option(
+    "--ram",
+    callback=_size,
+    metavar="SIZE",
+    envvar="DISCOD_RAM",
+    help=f"Most memory for all clients' arenas.  [default: {RAM_SHARE:.0%} of what is available]",
+)
+@click.option(
+    "--disk",
+    callback=_size,
+    metavar="SIZE",
+    envvar="DISCOD_DISK",
+    help=f"Most scratch space for all clients.  [default: {DISK_SHARE:.0%} of what is free]",
+)
+@click.option(
+    "--threads",
+    type=int,
+    default=DEFAULT_THREADS,
+    envvar="DISCOD_THREADS",
+    show_default=True,
+    help="I/O threads per device, at least 2.",
+)
+@click.option(
+    "--chunk",
+    callback=_size,
+    metavar="SIZE",
+    default=f"{DEFAULT_CHUNK_BYTES >> 20}MiB",
+    show_default=True,
+    envvar="DISCOD_CHUNK",
+    help="Most bytes that a thread reads or writes at a time.",
+)
+@click.option(
+    "--checksum",
+    type=click.Choice([mode.value for mode in Mode]),
+    default=Mode.SAMPLED.value,
+    envvar="DISCOD_CHECKSUM",
+    show_default=True,
+    help="Verify what is read: a page per MiB, every byte (0.1 CPU-s/GB), or nothing.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(LEVELS),
+    default="info",
+    envvar="DISCOD_LOG_LEVEL",
+    show_default=True,
+    help="Log this and what is worse, on stderr.",
+)
+@click.option(
+    "--exit-idle",
+    type=float,
+    default=0.0,
+    envvar="DISCOD_EXIT_IDLE",
+    metavar="SECONDS",
+    help="Exit after so long without a client; 0: never.  [default: 0]",
+)
+@click.version_option(__version__, prog_name="discod")
+@click.pass_context
+def main(
+    context: click.Context,
+    scratch: tuple[Path, ...],
+    socket_dir: Path | None,
+    ram: int | None,
+    disk: int | None,
+    threads: int,
+    chunk: int,
+    checksum: str,
+    log_level: str,
+    exit_idle: float,
+) -> None:
+    """Keep training activations on NVMe: run the daemon that does all of a node's disk I/O.
+
+    It runs in the foreground until SIGTERM or Ctrl-C.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from discod.config import BadOption, Config
+
+    try:
+        config = Config(
+            scratch=scratch,
+            socket_dir=socket_dir or default_socket_dir(),
+            ram_bytes=ram,
+            disk_bytes=disk,
+            threads=threads,
+            chunk_bytes=chunk,
+            checksum=Mode(checksum),
+            log_level=log_level,
+            exit_idle_seconds=exit_idle,
+        )
+    except BadOption as error:
+        raise click.UsageError(str(error)) from error
+    from discod.exits import StartupError
+    from discod.logs import set_up
+    from discod.server import Server
+
+    set_up(log_level)
+    try:
+        server = Server(config)
+    except StartupError as error:
+        click.echo(f"discod: {error}", err=True)
+        sys.stderr.flush()
+        os._exit(error.code)
+    sys.exit(server.run())
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print it as one JSON object.")
+@_socket_dir
+def status(as_json: bool, socket_dir: Path | None) -> None:
+    """Show the daemon's scratch directories and clients."""
+    from discod.status import NoStatus, fetch_status
+
+    try:
+        text = fetch_status(socket_dir or default_socket_dir())
+    except (NoStatus, SocketPathTooLong) as error:
+        click.echo(f"discod: {error}", err=True)
+        sys.exit(Exit.NO_DAEMON)
+    if as_json:
+        click.echo(text)
+    else:
+        from discod.status_table import show
+
+        show(json.loads(text))

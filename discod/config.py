@@ -1,0 +1,122 @@
+"""What the daemon was told to do, and the defaults that depend on the machine."""
+
+import contextlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from discod.checksum import Mode
+from discod.wire import PAGE_BYTES
+
+RAM_SHARE = 0.5
+"""Of the memory available at start: the other half is the trainers' own."""
+DISK_SHARE = 0.9
+"""Of the space free at start: a file system that is quite full gets slow, and others use it."""
+
+DEFAULT_THREADS = 4
+DEFAULT_CHUNK_BYTES = 8 << 20
+MAX_CHUNK_BYTES = 1 << 30
+"""One system call transfers less than 2 GiB (read(2)); half of that stays clear of it."""
+
+
+class BadOption(ValueError):
+    """An option's value is wrong; the text says which, why, and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The daemon's options.
+
+    Attributes:
+        scratch: Directories for scratch files, at least one.
+        socket_dir: Directory of the two sockets.
+        ram_bytes: Most arena bytes of all clients; None: ``RAM_SHARE`` of what is available.
+        disk_bytes: Most scratch bytes of all clients; None: ``DISK_SHARE`` of what is free.
+        threads: I/O threads per device.
+        chunk_bytes: Most bytes that one thread transfers at a time.
+        checksum: What is checksummed.
+        log_level: As :mod:`logging` names it, in lower case.
+        exit_idle_seconds: Exit after so long without a client; 0: never.
+
+    Raises:
+        BadOption: A value is out of range.
+    """
+
+    scratch: tuple[Path, ...]
+    socket_dir: Path
+    ram_bytes: int | None = None
+    disk_bytes: int | None = None
+    threads: int = DEFAULT_THREADS
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    checksum: Mode = Mode.SAMPLED
+    log_level: str = "info"
+    exit_idle_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.scratch:
+            raise BadOption("no scratch directory: give at least one --scratch DIR")
+        if self.threads < 2:
+            raise BadOption(
+                f"--threads {self.threads}: there must be at least 2, so that a read never waits "
+                "for a write"
+            )
+        if self.chunk_bytes % PAGE_BYTES or not 0 < self.chunk_bytes <= MAX_CHUNK_BYTES:
+            raise BadOption(
+                f"--chunk {self.chunk_bytes}: it must be a multiple of {PAGE_BYTES} bytes and at "
+                "most 1GiB"
+            )
+        if self.exit_idle_seconds < 0:
+            raise BadOption(f"--exit-idle {self.exit_idle_seconds}: it must not be negative")
+
+
+def default_ram_bytes(root: Path = Path("/")) -> int:
+    """``RAM_SHARE`` of the memory that is available, also under the limits of our cgroups.
+
+    Args:
+        root: Where /proc and /sys are; tests give their own.
+    """
+    free_bytes = min([_available_bytes(root), *_cgroup_free_bytes(root)])
+    return max(PAGE_BYTES, int(free_bytes * RAM_SHARE) // PAGE_BYTES * PAGE_BYTES)
+
+
+def default_disk_bytes(directories: Iterable[tuple[int, int]]) -> int:
+    """``DISK_SHARE`` of the free space.
+
+    Args:
+        directories: Device and free bytes of each directory; a device counts once.
+    """
+    free_bytes = sum(dict(directories).values())
+    return max(PAGE_BYTES, int(free_bytes * DISK_SHARE) // PAGE_BYTES * PAGE_BYTES)
+
+
+def _available_bytes(root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_free_bytes(root: Path) -> Iterable[int]:
+    """Under each limit of our own and the enclosing cgroups (v2), what is free or cache."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        path = next((line[3:] for line in lines if line.startswith("0::")), "/")
+        top = root / "sys/fs/cgroup"
+        group = top / path.lstrip("/")
+        for directory in (group, *group.parents):
+            if not directory.is_relative_to(top):
+                break
+            with contextlib.suppress(OSError, ValueError):
+                limit = int((directory / "memory.max").read_text())
+                current = int((directory / "memory.current").read_text())
+                yield max(0, limit - current + _inactive_bytes(directory))
+
+
+def _inactive_bytes(group: Path) -> int:
+    for line in (group / "memory.stat").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name == "inactive_file":
+            return int(value)
+    return 0

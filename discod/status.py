@@ -1,0 +1,109 @@
+"""The status: what it says, how the daemon makes it, and how ``discod status`` asks for it."""
+
+import json
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from discod import __version__
+from discod.admission import Device
+from discod.budget import Budget
+from discod.config import Config
+from discod.tenant import Tenant
+from discod.wire import PROTOCOL_VERSION
+from discod.wire.codec import MAX_TEXT_CHARS
+from discod.wire.fds import receive_message, send_message
+from discod.wire.messages import Hello, Refused, StatusReply, StatusRequest, Welcome
+from discod.wire.paths import socket_paths
+
+TIMEOUT_SECONDS = 3.0
+"""A daemon answers in a millisecond; a frozen one must not freeze the command."""
+
+
+class NoStatus(Exception):
+    """There is no status to be had; the text says why."""
+
+
+def make_status(
+    config: Config,
+    devices: Sequence[Device],
+    ram: Budget,
+    disk: Budget,
+    tenants: Iterable[Tenant],
+) -> str:
+    """The status as JSON. With clients beyond the message's size left out, and counted."""
+    clients = list(tenants)
+    used_bytes = [0] * len(devices)
+    for tenant in clients:
+        for file in tenant.files:
+            used_bytes[file.directory] += file.scratch.allocated_bytes
+    status: dict[str, object] = {
+        "pid": os.getpid(),
+        "version": __version__,
+        "checksum": config.checksum.value,
+        "threads": config.threads,
+        "chunk_bytes": config.chunk_bytes,
+        "ram_bytes": ram.limit_bytes,
+        "ram_used_bytes": ram.used_bytes,
+        "disk_bytes": disk.limit_bytes,
+        "disk_used_bytes": disk.used_bytes,
+        "scratch": [
+            {
+                "path": str(device.directory.path),
+                "fs_type": device.directory.fs_type,
+                "direct": device.directory.direct,
+                "used_bytes": used,
+                "free_bytes": device.directory.free_bytes(),
+            }
+            for device, used in zip(devices, used_bytes, strict=True)
+        ],
+        "clients_left_out": 0,
+        "clients": [_client(tenant) for tenant in clients],
+    }
+    while len(text := json.dumps(status)) > MAX_TEXT_CHARS:
+        clients = clients[: len(clients) // 2]
+        status["clients_left_out"] = len(clients)
+        status["clients"] = [_client(tenant) for tenant in clients]
+    return text
+
+
+def _client(tenant: Tenant) -> dict[str, int]:
+    return {
+        "pid": tenant.who.pid,
+        "uid": tenant.who.uid,
+        "rank": tenant.who.rank,
+        "arena_bytes": tenant.arena_bytes,
+        "disk_bytes": tenant.disk_bytes,
+        "written_bytes": tenant.written_bytes,
+        "read_bytes": tenant.read_bytes,
+        "in_flight": tenant.in_flight,
+    }
+
+
+def fetch_status(socket_dir: Path) -> str:
+    """Ask the daemon.
+
+    Raises:
+        NoStatus: None listens there, or it does not answer.
+        SocketPathTooLong: The socket's path is over the limit.
+    """
+    path, _ = socket_paths(socket_dir)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(TIMEOUT_SECONDS)
+            connection.connect(str(path))
+            send_message(connection, Hello(PROTOCOL_VERSION, __version__))
+            greeting, _ = receive_message(connection, Welcome, Refused)
+            if isinstance(greeting, Refused):
+                raise NoStatus(f"the daemon on {path} refuses: {greeting.text}")
+            send_message(connection, StatusRequest())
+            reply, _ = receive_message(connection, StatusReply)
+            return reply.json
+    except (FileNotFoundError, ConnectionRefusedError) as error:
+        raise NoStatus(
+            f"no discod daemon listens on {path} ({error.strerror}); start one with "
+            f"'discod --scratch DIR --socket-dir {path.parent}'"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise NoStatus(f"the daemon on {path} gives no status: {error}") from error
