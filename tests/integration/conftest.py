@@ -1,0 +1,78 @@
+"""Real daemons for integration tests, cleaned up whatever the test does."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.daemon import Daemon
+
+
+@pytest.fixture
+def socket_dir() -> Iterator[Path]:
+    """A directory for sockets, with a path that is short enough."""
+    path = Path(tempfile.mkdtemp(prefix="discod-test-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    """An empty directory on a real file system."""
+    path = tmp_path / "scratch"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def start_daemon(
+    tmp_path: Path, scratch: Path, socket_dir: Path
+) -> Iterator[Callable[..., Daemon]]:
+    """``start_daemon(*args, scratch=..., socket_dir=...)``: a daemon that is ready.
+
+    ``ready=False`` returns it at once; ``prefix`` and ``env`` are as in :class:`Daemon`.
+    """
+    daemons: list[Daemon] = []
+
+    def start(
+        *args: str,
+        scratch: Path | Sequence[Path] = scratch,
+        socket_dir: Path = socket_dir,
+        prefix: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        ready: bool = True,
+    ) -> Daemon:
+        daemon = Daemon(
+            *args,
+            scratch=scratch,
+            socket_dir=socket_dir,
+            log_path=tmp_path / f"daemon-{len(daemons)}.log",
+            prefix=prefix,
+            env=env,
+        )
+        daemons.append(daemon)
+        if ready:
+            daemon.wait_until_ready()
+        return daemon
+
+    yield start
+    for daemon in daemons:
+        daemon.close()
+
+
+@pytest.fixture
+def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
+    """One daemon with the default options."""
+    return start_daemon()
+
+
+def privileged_or_skip(what: str) -> None:
+    """Skip where a test needs root; with DISCOD_TEST_REQUIRE_ALL=1 fail instead."""
+    if os.geteuid() == 0:
+        return
+    if os.environ.get("DISCOD_TEST_REQUIRE_ALL") == "1":
+        pytest.fail(f"DISCOD_TEST_REQUIRE_ALL is set, and {what} needs root")
+    pytest.skip(f"{what} needs root")
