@@ -30,6 +30,8 @@ class State(StrEnum):
     """On disk only."""
     READING = "reading"
     """On disk, with a slot and a read in flight."""
+    LOST = "lost"
+    """Nowhere: a borrower changed the only copy."""
     FREED = "freed"
     """The handle is gone; I/O in flight or loans may still hold slot and extents."""
 
@@ -50,12 +52,15 @@ LEGAL_MOVES: dict[tuple[State, State], str] = {
     (State.DISK, State.READING): "its read started",
     (State.READING, State.CLEAN): "its read completed",
     (State.READING, State.DISK): "its read failed or was cancelled",
+    (State.DIRTY, State.LOST): "a borrower changed the only copy",
+    (State.CLEAN, State.LOST): "a borrower changed it while it was being written",
     (State.FILLING, State.FREED): "the copy failed, or the handle is gone",
     (State.DIRTY, State.FREED): "the handle is gone",
     (State.WRITING, State.FREED): "the handle is gone",
     (State.CLEAN, State.FREED): "the handle is gone",
     (State.DISK, State.FREED): "the handle is gone",
     (State.READING, State.FREED): "the handle is gone",
+    (State.LOST, State.FREED): "the handle is gone",
 }
 """Every move a blob may make, and when it is made. There are no others."""
 
@@ -140,7 +145,7 @@ class Blob:
     stale: bool = False
     """The RAM copy was changed by a borrower; the disk copy is good."""
     lost: bool = False
-    """The only copy was changed by a borrower."""
+    """The only copy was changed by a borrower; LOST follows when nothing uses it any more."""
     bad_files: frozenset[int] = frozenset()
     """Scratch files on which its write failed."""
     save_error: ScratchError | None = None

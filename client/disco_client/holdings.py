@@ -30,7 +30,7 @@ class Holdings:
         self.clean = Ranking(farthest_first=True)
         """What can be evicted: CLEAN, not on loan, not waited for."""
         self.dirty = Ranking(farthest_first=True)
-        """What can be written: DIRTY, not on loan, not lost, not refused by every file."""
+        """What can be written: DIRTY, not on loan, not refused by every file."""
         self.waiting: dict[int, Blob] = {}
         """Blobs whose load must be called again; no ranking has them."""
         self.leaving_bytes = 0
@@ -40,8 +40,6 @@ class Holdings:
         self.full_files: set[int] = set()
         """Scratch files that had no room at the last try."""
         self.full_text = ""
-        self.failed_blobs = 0
-        """Live blobs that every scratch file refused."""
         self.failed_text = ""
         self._order = order
         self._instructions: list[Instruction] = []
@@ -97,9 +95,9 @@ class Holdings:
                 return self.clean
             case State.DIRTY if blob.wanted:
                 return blob.group.wanted
-            case State.DIRTY if not blob.lost and blob.save_error is None:
+            case State.DIRTY if blob.save_error is None:
                 return self.dirty
-            case State.DISK if not blob.used and not blob.lost and blob.read_error is None:
+            case State.DISK if not blob.used and blob.read_error is None:
                 return blob.group.on_disk
         return None
 
@@ -117,6 +115,14 @@ class Holdings:
         if blob.slot is not None:
             self.arena.free(blob.slot, blob.size_bytes)
             blob.slot = None
+
+    def lose(self, blob: Blob) -> None:
+        """DIRTY or CLEAN → LOST: no copy is good, so neither is kept."""
+        blob.move(State.LOST)
+        self.drop_slot(blob)
+        self.scratch.free(blob.pieces)
+        blob.pieces = ()
+        self.settle(blob)
 
     def release(self, blob: Blob) -> None:
         """Give back what of a freed blob's slot and extents nothing uses any more."""
@@ -194,7 +200,6 @@ class Holdings:
                 f"blob {blob.id} could not be written to any scratch file and stays in RAM; the "
                 f"last failure: {failure.text}"
             )
-            self.failed_blobs += 1
 
     # Reading
 

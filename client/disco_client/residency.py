@@ -219,8 +219,8 @@ class Residency:
         Args:
             blob: A blob on loan.
             modified: The borrower changed the bytes in place. The RAM copy is then dropped if the
-                disk copy was complete before the loan; else the blob is lost: it is not written
-                any more, and loading it raises ``BlobModified``.
+                disk copy was complete before the loan; else the blob is lost: it is kept nowhere,
+                and loading it raises ``BlobModified``.
 
         Raises:
             ValueError: The blob has no loan.
@@ -238,10 +238,8 @@ class Residency:
                 record.stale = True
             elif modified:
                 record.lost = True
-            if record.pins == 0 and record.stale:
-                record.stale = False
-                self._held.evict(record)
-            self._held.settle(record)
+            if record.pins == 0:
+                self._end_loans(record)
         return self._advance()
 
     def prefetch(self, n: int | None) -> list[Instruction]:
@@ -288,12 +286,19 @@ class Residency:
             if failure is not None:
                 self.elided_bytes += record.size_bytes
             self._held.release(record)
-        elif failure is None:
-            record.move(State.CLEAN)
-            self._held.settle(record)
         else:
-            self._held.undo_write(record)
-            if failure.kind is not Failure.CANCELLED and record.ranking is self._held.dirty:
+            if failure is None:
+                record.move(State.CLEAN)
+                self._held.settle(record)
+            else:
+                self._held.undo_write(record)
+            if record.lost and record.pins == 0:
+                self._held.lose(record)
+            elif (
+                failure is not None
+                and failure.kind is not Failure.CANCELLED
+                and record.ranking is self._held.dirty
+            ):
                 self._held.want_write(record)
         self._held.start_wanted(record.group)
         return self._advance()
@@ -404,6 +409,16 @@ class Residency:
         self._held.completed(record)
         return record
 
+    def _end_loans(self, blob: Blob) -> None:
+        """The last loan of a live blob ended: its copies go that a borrower has spoilt."""
+        if blob.lost and blob.io is None:
+            self._held.lose(blob)
+        elif blob.stale:
+            blob.stale = False
+            self._held.evict(blob)
+        else:
+            self._held.settle(blob)
+
     # Making room
 
     def _need_room(self, size_bytes: int) -> int | None:
@@ -443,7 +458,7 @@ class Residency:
                 f"{fact}and the scratch is full: {self._held.full_text}; free disk space, raise "
                 "the daemon's --disk, or give the arena more with DISCOD_ARENA or connect(arena=)"
             )
-        if self._held.failed_blobs:
+        if any(blob.save_error and not blob.pins for blob in self._held.blobs.values()):
             return ScratchError(
                 f"{fact}and every scratch file refuses writes: {self._held.failed_text}; tensors "
                 "saved before are safe in RAM; give the daemon a --scratch that works"
@@ -591,7 +606,6 @@ class Residency:
         held.drop_want(blob)
         held.waiting.pop(blob.id, None)
         held.set_prefetched(blob, False)
-        held.failed_blobs -= blob.save_error is not None
         blob.move(State.FREED)
         held.set_leaving(blob, blob.io is not None and blob.pins == 0)
         held.settle(blob)
