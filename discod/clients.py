@@ -107,9 +107,8 @@ class Clients:
         return (client.tenant for client in self._clients.values())
 
     def find(self, identity: bytes) -> Client | None:
-        """The client whose messages carry ``identity``, unless it is on its way out."""
-        client = self._clients.get(identity)
-        return None if client is None or client.tenant.closing else client
+        """The client whose messages carry ``identity``."""
+        return self._clients.get(identity)
 
     def attach(self, handshake: Handshake, attach: Attach, fds: list[int]) -> None:
         """A client asks to be let in (:class:`discod.attach.Host`)."""

@@ -63,11 +63,12 @@ class Mapping:
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self._address = map_shared(fd, size_bytes)
-        self._whole = memoryview((ctypes.c_char * size_bytes).from_address(self._address))
+        pages = (ctypes.c_char * size_bytes).from_address(self._address)
+        self._whole = memoryview(pages).cast("B")
 
     def view(self, start: int, length: int) -> memoryview:
         """The bytes at ``start``, which the caller has checked to be inside."""
-        return self._whole.cast("B")[start : start + length]
+        return self._whole[start : start + length]
 
     def close(self) -> None:
         """Unmap: slow for a large arena, since its pages may be freed with it."""

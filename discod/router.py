@@ -8,7 +8,7 @@ import zmq
 
 from discod.wire.codec import MAX_MESSAGE_BYTES
 
-FLUSH_MILLISECONDS = 500
+FLUSH_MILLISECONDS = 300
 """Most time at the end for answers to clients that do not read them."""
 
 

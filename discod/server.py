@@ -31,7 +31,7 @@ from discod.config import Config, default_disk_bytes, default_ram_bytes
 from discod.engine import Engine
 from discod.exits import Exit
 from discod.logs import RateLimited
-from discod.loop import Loop
+from discod.loop import Loop, Timer
 from discod.router import Router
 from discod.socket_dir import SocketDir
 from discod.status import make_status
@@ -55,6 +55,8 @@ from discod.wire.sizes import format_size
 
 MESSAGES_PER_ROUND = 256
 """Then the loop looks after lifelines and attaches, whatever else a client has sent."""
+MESSAGES_AT_THE_END = 100_000
+"""All that is there, and not without end from a client that goes on sending."""
 
 DRAIN_SECONDS = 4.0
 """The exit takes 5 s at most; service managers and schedulers send SIGKILL some time later."""
@@ -99,7 +101,7 @@ class Server:
         self._epoch = int.from_bytes(os.urandom(8), "big") >> 1
         self._draining = False
         self._signal = 0
-        self._idle_timer = self._loop.call_later(0, lambda: None)
+        self._idle_timer: Timer | None = None
         try:
             self._router = Router(self._socket_dir.io_path)
         except OSError as error:
@@ -138,10 +140,10 @@ class Server:
             self._idle_timer = self._loop.call_later(first, self._idle)
         try:
             self._loop.run(self._more)
+            _log.info("discod ends: %s", signal.strsignal(self._signal) if self._signal else "idle")
         finally:
             self._router.close()
             self._socket_dir.remove_sockets()
-        _log.info("discod ends: %s", signal.strsignal(self._signal) if self._signal else "idle")
         return Exit.OK
 
     def _more(self) -> bool:
@@ -152,19 +154,24 @@ class Server:
         if client is None:
             self._foreign_message(identity, body)
             return
+        if client.tenant.closing:
+            return
         try:
             request = _decode(body)
         except WireError as error:
             self._clients.hang_up(client, f"it broke the protocol: {error}")
             return
-        client.tenant.handle(request)
+        try:
+            client.tenant.handle(request)
+        except Exception:  # noqa: BLE001  a bug here is that client's alone
+            _log.exception("%s: %r", client.tenant.who, request)
+            self._clients.hang_up(client, "the daemon failed at a request of it")
 
     def _foreign_message(self, identity: bytes, body: bytes) -> None:
-        """From a client that is on its way out, or from one that never attached."""
         _foreign.warning("message from %.32s, which is no client's identity", identity.hex())
         with contextlib.suppress(WireError):
             request = _decode(body)
-            text = "not attached: the daemon has hung up on this client, or never knew it"
+            text = "its sender is not attached"
             reply = Failed(request.seq, request.epoch, Failure.REFUSED, 0, text)
             self._router.send(identity, encode(reply))
 
@@ -172,10 +179,9 @@ class Server:
         if not self._router.send(identity, encode(reply)):
             client = self._clients.find(identity)
             if client is not None:
-                # It resends what has no answer after it has attached again.
+                # It attaches again and resends what has no answer.
                 self._clients.hang_up(client, "its I/O connection is gone")
-        if self._draining and not self._clients.in_flight:
-            self._loop.stop()
+        self._stop_when_drained()
 
     def _welcome(self) -> Welcome:
         return Welcome(
@@ -194,7 +200,9 @@ class Server:
         return make_status(self._config, self._devices, self._ram, self._disk, tenants)
 
     def _clients_changed(self) -> None:
-        self._idle_timer.cancel()
+        self._stop_when_drained()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         if self._config.exit_idle_seconds and not self._clients.count:
             after = self._config.exit_idle_seconds
             self._idle_timer = self._loop.call_later(after, self._idle)
@@ -227,17 +235,18 @@ class Server:
             self._drain()
 
     def _drain(self) -> None:
-        """Step 1 of the drained exit; :meth:`_answer` ends step 2."""
+        """Step 1 of the drained exit."""
         name = signal.strsignal(self._signal)
         _log.info("%s: %d requests in flight", name, self._clients.in_flight)
         self._clients.stop_accepting()
-        while self._router.receive(self._message, MESSAGES_PER_ROUND):
-            pass
+        self._router.receive(self._message, MESSAGES_AT_THE_END)
         self._draining = True
         self._loop.remove_reader(self._router.fd)
-        if self._clients.in_flight:
-            self._loop.call_later(DRAIN_SECONDS, self._drop)
-        else:
+        self._loop.call_later(DRAIN_SECONDS, self._drop)
+        self._stop_when_drained()
+
+    def _stop_when_drained(self) -> None:
+        if self._draining and not self._clients.in_flight:
             self._loop.stop()
 
     def _drop(self) -> None:

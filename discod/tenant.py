@@ -6,7 +6,6 @@ Every request is checked here before it reaches the engine. What a request means
 
 import errno
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -278,7 +277,7 @@ class Tenant:
                 text = f"{what}: not what was written there (by its checksum); check the device"
             case OSError():
                 kind = Failure.DISK_FULL if code in _NO_ROOM else Failure.IO
-                text = f"{what} failed: {os.strerror(code)} (errno {code}); see the kernel's log"
+                text = f"{what} failed: {error.strerror} (errno {code}); see the kernel's log"
             case _:
                 kind, text = Failure.IO, f"{what} failed: {error!r}"
         _failures.warning("%s: %s", self.who, text)
