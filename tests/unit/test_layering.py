@@ -37,7 +37,7 @@ RULES = (
         ("discod", "disco_client"),
         ("zmq",),
         "one module on each side speaks ZeroMQ",
-        exempt=("discod.server", "disco_client.link"),
+        exempt=("discod.router", "disco_client.link"),
     ),
     Rule(
         ("discod", "disco_client"),
