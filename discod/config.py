@@ -66,6 +66,9 @@ class Config:
                 f"--chunk {self.chunk_bytes}: it must be a multiple of {PAGE_BYTES} bytes and at "
                 "most 1GiB"
             )
+        for name, size in (("--ram", self.ram_bytes), ("--disk", self.disk_bytes)):
+            if size is not None and size < PAGE_BYTES:
+                raise BadOption(f"{name} {size}: it must be at least {PAGE_BYTES} bytes")
         if self.exit_idle_seconds < 0:
             raise BadOption(f"--exit-idle {self.exit_idle_seconds}: it must not be negative")
 

@@ -98,6 +98,10 @@ class Directory:
         status = os.fstatvfs(self._lock_fd)
         return status.f_bavail * status.f_frsize
 
+    def close(self) -> None:
+        """Unlock."""
+        os.close(self._lock_fd)
+
     def _file(self, fd: int, quota: Budget) -> ScratchFile:
         try:
             return ScratchFile(fd, str(self.path), self.direct, quota)
