@@ -22,6 +22,7 @@ class Holdings:
     """
 
     def __init__(self, capacity_bytes: int, files: int, order: Order) -> None:
+        self.capacity_bytes = capacity_bytes
         self.arena = ExtentAllocator(capacity_bytes)
         self.scratch = ScratchSpace(files)
         self.blobs: dict[int, Blob] = {}

@@ -137,9 +137,10 @@ def _pop_resident(heap: list[tuple[int, int]], slots: dict[int, int]) -> int | N
 class Order:
     """The running cycle's order: recorded, compared with the plan, asked for next uses.
 
-    A cycle follows the plan of the last one as long as its saves have the planned sizes and its
-    first loads come in the planned order. After the first deviation, and without a plan, the
-    newest blob is expected to be needed first.
+    A cycle follows the plan of the last one as long as it makes no more saves and its first loads
+    come in the planned order. After the first deviation, and without a plan, the newest blob is
+    expected to be needed first. A save of another size, as with batches of varying length, leaves
+    the order as it is, but what does not fit is then not known beforehand.
 
     Args:
         capacity_bytes: Size of the arena.
@@ -147,10 +148,12 @@ class Order:
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity = capacity_bytes
-        self.plan: Plan | None = None
-        """The last cycle's order; None before there is one."""
+        self.plan = Plan((), (), capacity_bytes)
+        """The order of the last cycle that had loads; empty before there was one."""
         self.follows = False
-        """Whether this cycle has followed the plan so far."""
+        """Whether this cycle has followed the plan's order so far."""
+        self.sized = False
+        """Whether it has followed the plan's sizes too."""
         self.saves = 0
         """Saves in this cycle: the index of the next one."""
         self._loads = 0
@@ -160,14 +163,14 @@ class Order:
     @property
     def all_saved(self) -> bool:
         """Whether every save of the plan was made."""
-        return self.follows and self.plan is not None and self.saves >= len(self.plan.sizes)
+        return self.follows and self.saves >= len(self.plan.sizes)
 
     def expect_save(self, size_bytes: int) -> bool:
         """A save is coming, perhaps after others. True: this cycle deviates, from now on."""
-        if not self.follows or self.plan is None:
+        if not self.follows:
             return False
-        sizes = self.plan.sizes
-        self.follows = self.saves < len(sizes) and sizes[self.saves] == size_bytes
+        self.follows = self.saves < len(self.plan.sizes)
+        self.sized = self.sized and self.follows and self.plan.sizes[self.saves] == size_bytes
         return not self.follows
 
     def save(self, size_bytes: int) -> int:
@@ -184,9 +187,10 @@ class Order:
         self._record(Event.LOAD, index)
         loads = self._loads
         self._loads += 1
-        if not self.follows or self.plan is None:
+        if not self.follows:
             return False
         self.follows = loads < len(self.plan.loads) and self.plan.loads[loads] == index
+        self.sized = self.sized and self.follows
         return not self.follows
 
     def free(self, index: int) -> None:
@@ -199,10 +203,10 @@ class Order:
 
     def end_cycle(self) -> None:
         """No blob is alive: learn from this cycle if it had loads, and begin the next."""
-        complete = self.follows and self.plan is not None and self._loads == len(self.plan.loads)
-        if self._events and self._loads and not (complete and self.all_saved):
+        same = self.sized and self.all_saved and self._loads == len(self.plan.loads)
+        if self._events and self._loads and not same:
             self.plan = Plan(self._sizes, self._events, self._capacity)
-        self.follows = self.plan is not None
+        self.follows = self.sized = bool(self.plan.sizes)
         self.saves = self._loads = 0
         self._sizes = []
         self._events = []
@@ -215,19 +219,15 @@ class Order:
         """
         if used:
             return _LAST_OF_ALL - index
-        if self.follows and self.plan is not None:
-            return self.plan.next_use[index]
-        return -index
+        return self.plan.next_use[index] if self.follows else -index
 
     def writes_at_once(self, index: int) -> bool:
         """Whether the plan wants the blob written as soon as it is saved."""
-        return self.follows and self.plan is not None and index in self.plan.write_at_once
+        return self.sized and index in self.plan.write_at_once
 
     def bytes_before_use(self, index: int) -> int:
         """Bytes the plan has yet to be saved before the blob is needed; 0 without a plan."""
-        if not self.follows or self.plan is None:
-            return 0
-        return self.plan.bytes_before_use(index, self.saves)
+        return self.plan.bytes_before_use(index, self.saves) if self.follows else 0
 
     def _record(self, event: Event, index: int) -> None:
         if self._events is not None:

@@ -2,23 +2,22 @@
 
 Calls and completions go in, instructions come out: the session executes them and reports every
 write and read through :meth:`Residency.write_done` and :meth:`Residency.read_done`, exactly once.
-No threads, no clock. ``extents.py`` finds the bytes, ``plan.py`` knows what is needed when,
-``blobs.py`` has the states, ``holdings.py`` makes the moves and keeps the accounts.
+No threads, no clock.
 
-What makes room, in this order, each farthest next use first: evicting CLEAN blobs, which costs
-nothing; writing DIRTY ones. Blobs on loan are never moved or written. A slot or extent is reused
-only when nothing in flight touches it any more, whatever became of its blob.
+``blobs.py`` has the states, ``holdings.py`` makes the moves and keeps the accounts, ``extents.py``
+finds the bytes, ``plan.py`` knows what is needed when, ``room.py`` makes room, ``reader.py`` reads.
+
+*Why nothing is overwritten too early.* Blobs on loan are never moved or written. A slot or extent
+is free only when nothing in flight touches it any more, whatever became of its blob
+(:meth:`Holdings.release`).
 """
 
 from disco_client.blobs import Blob, Group, Io, State
 from disco_client.errors import (
-    ArenaFull,
     BlobModified,
     BlobTooLarge,
     HandleReleased,
-    RoomError,
     ScratchError,
-    ScratchFull,
 )
 from disco_client.extents import ExtentAllocator, ScratchSpace
 from disco_client.holdings import Holdings
@@ -31,7 +30,9 @@ from disco_client.instructions import (
     StartWrite,
     WriteFailure,
 )
-from disco_client.plan import Order, staging_bytes
+from disco_client.plan import Order
+from disco_client.reader import Reader
+from disco_client.room import Room
 from discod.wire import PAGE_BYTES
 from discod.wire.messages import Failure
 from discod.wire.sizes import format_size
@@ -79,10 +80,12 @@ class Residency:
         self._cycle_start = Counters()
         self._order = Order(capacity_bytes)
         self._held = Holdings(capacity_bytes, files, self._order)
+        self._room = Room(self._held)
+        self._reader = Reader(self._held, self._room, self._order)
         self._next_id = 0
         self._largest_bytes = 0
         self._turned = False
-        self._retried_full = False
+        """Whether loads have begun since the last save, which is when prefetch is worth it."""
 
     # Saving
 
@@ -110,7 +113,7 @@ class Residency:
         self._turned = False
         if self._order.expect_save(size_bytes):
             self._held.settle_all()
-        slot = self._need_room(size_bytes)
+        slot = self._room.need(size_bytes)
         if slot is None:
             return None, self._held.take_instructions()
         blob = Blob(self._next_id, size_bytes, group, self._order.save(size_bytes), slot)
@@ -138,8 +141,8 @@ class Residency:
             self._held.settle(record)
             if self._order.writes_at_once(record.index):
                 self._held.want_write(record)
-            elif not self._order.follows and not self._turned:
-                self._keep_watermark()
+            elif not self._order.sized and not self._turned:
+                self._room.keep_watermark(self._largest_bytes)
         return self._advance()
 
     def abandon(self, blob: int) -> list[Instruction]:
@@ -198,7 +201,7 @@ class Residency:
         if record.state is State.FILLING:
             return False, []
         if record.state in (State.DISK, State.READING):
-            self._await_read(record)
+            self.prefetch_misses += self._reader.wait_for(record)
             return False, self._held.take_instructions()
         self._held.drop_want(record)
         self._held.cancel(record)
@@ -244,7 +247,7 @@ class Residency:
 
     def prefetch(self, n: int | None) -> list[Instruction]:
         """Start up to ``n`` prefetch reads now; None: as many as limits and arena allow."""
-        self._fetch_ahead(n, explicit=True)
+        self._reader.fetch_ahead(n, heed_plan=False)
         return self._held.take_instructions()
 
     # The end of a blob
@@ -279,7 +282,7 @@ class Residency:
         if failure is None:
             record.written = True
             self.written_bytes += record.size_bytes
-            self._retried_full = False
+            self._room.forget_retry()
         else:
             self._held.note_failure(record, failure)
         if record.state is State.FREED:
@@ -419,94 +422,7 @@ class Residency:
         else:
             self._held.settle(blob)
 
-    # Making room
-
-    def _need_room(self, size_bytes: int) -> int | None:
-        """A slot, or None: wait. Raises when waiting is pointless; there are no instructions then.
-
-        A full disk is tried once more before that, since others may have made room, and not again
-        until a write completed or this has raised: a full disk neither hangs nor spins.
-        """
-        held = self._held
-        slot = self._make_room(size_bytes)
-        if slot is not None or held.in_flight:
-            return slot
-        for blob in list(held.waiting.values()):
-            # Read for a load that was not called again. It may yet be, so it goes last.
-            if blob.state is State.CLEAN and blob.pins == 0:
-                held.evict(blob)
-                slot = held.arena.allocate(size_bytes)
-                if slot is not None:
-                    return slot
-        if held.full_files and len(held.dirty) and not self._retried_full:
-            self._retried_full = True
-            held.full_files.clear()
-            slot = self._make_room(size_bytes)
-            if slot is not None or held.in_flight:
-                return slot
-        self._retried_full = False
-        raise self._no_room(size_bytes)
-
-    def _no_room(self, size_bytes: int) -> RoomError | ScratchError:
-        used, capacity = format_size(self.arena_used_bytes), format_size(self.capacity_bytes)
-        fact = (
-            f"no room for a tensor of {format_size(size_bytes)}: {used} of the arena's {capacity} "
-            "are used, "
-        )
-        if len(self._held.dirty):
-            return ScratchFull(
-                f"{fact}and the scratch is full: {self._held.full_text}; free disk space, raise "
-                "the daemon's --disk, or give the arena more with DISCOD_ARENA or connect(arena=)"
-            )
-        if any(blob.save_error and not blob.pins for blob in self._held.blobs.values()):
-            return ScratchError(
-                f"{fact}and every scratch file refuses writes: {self._held.failed_text}; tensors "
-                "saved before are safe in RAM; give the daemon a --scratch that works"
-            )
-        return ArenaFull(
-            f"{fact}all by loaded tensors that are still alive; drop some of them, or give the "
-            "arena more with DISCOD_ARENA or connect(arena=)"
-        )
-
-    def _make_room(self, size_bytes: int) -> int | None:
-        """A slot, evicting as needed; or None, and writes are under way if any can be."""
-        arena = self._held.arena
-        slot = arena.allocate(size_bytes)
-        while slot is None and (victim := self._held.clean.first()) is not None:
-            self._held.evict(victim)
-            slot = arena.allocate(size_bytes)
-        if slot is None:
-            free = arena.free_bytes
-            # Enough is free, but in pieces: what to write to join them is not known beforehand,
-            # so as much as is needed is kept on its way until it fits.
-            self._write_until(size_bytes - free if free < size_bytes else size_bytes)
-        return slot
-
-    def _write_until(self, leaving_bytes: int) -> None:
-        """Start writes, farthest next use first, until that many bytes leave the arena."""
-        held = self._held
-        refused = []
-        while held.leaving_bytes < leaving_bytes and len(held.full_files) < held.scratch.files:
-            blob = held.dirty.first()
-            if blob is None:
-                break
-            held.want_write(blob)
-            if not blob.leaving:
-                refused.append(blob)
-                held.dirty.discard(blob)
-        for blob in refused:
-            held.settle(blob)
-
-    def _keep_watermark(self) -> None:
-        """Without a plan: begin to write before the arena is full."""
-        held = self._held
-        staying = held.arena.used_bytes - held.clean.total_bytes - held.leaving_bytes
-        watermark = staging_bytes(self.capacity_bytes, self._largest_bytes)
-        excess = staying - (self.capacity_bytes - watermark)
-        if excess > 0:
-            self._write_until(held.leaving_bytes + excess)
-
-    # Reading
+    # Steps
 
     def _check_unmodified(self, blob: Blob) -> None:
         fact = f"a tensor of {format_size(blob.size_bytes)} loaded earlier was changed in place"
@@ -519,86 +435,11 @@ class Residency:
                 f"drop it and load again; {remedy}"
             )
 
-    def _await_read(self, blob: Blob) -> None:
-        """A load of a blob that is not in RAM: see that it is read, urgently."""
-        waiting = self._held.waiting
-        if blob.read_error is not None:
-            error, blob.read_error = blob.read_error, None
-            waiting.pop(blob.id, None)
-            self._held.settle(blob)
-            raise error
-        if blob.id not in waiting:
-            waiting[blob.id] = blob
-            self.prefetch_misses += 1
-            self._held.settle(blob)
-        if blob.state is State.READING:
-            if not blob.urgent:
-                blob.urgent = True
-                self._held.tell(Promote(blob.id))
-            return
-        try:
-            slot = self._need_room(blob.size_bytes)
-        except (RoomError, ScratchError):
-            del waiting[blob.id]
-            self._held.settle(blob)
-            raise
-        if slot is not None:
-            self._held.start_read(blob, slot, urgent=True)
-
     def _advance(self) -> list[Instruction]:
         """Go on after an event, waiting loads before prefetch; all instructions since the call."""
-        if self._serve_waiting() and (self._turned or self._order.all_saved):
-            self._fetch_ahead(None, explicit=False)
+        if self._reader.serve_waiting() and (self._turned or self._order.all_saved):
+            self._reader.fetch_ahead(None, heed_plan=True)
         return self._held.take_instructions()
-
-    def _serve_waiting(self) -> bool:
-        """Start the reads that loads wait for; False when there is no room for one."""
-        for blob in list(self._held.waiting.values()):
-            if blob.state is State.DISK and blob.read_error is None:
-                slot = self._make_room(blob.size_bytes)
-                if slot is None:
-                    return False
-                self._held.start_read(blob, slot, urgent=True)
-        return True
-
-    def _fetch_ahead(self, limit: int | None, explicit: bool) -> None:
-        """Start prefetch reads, soonest next use first, until one has no place."""
-        started = 0
-        while limit is None or started < limit:
-            candidates = [
-                blob
-                for group in self._held.groups
-                if group.may_prefetch and (blob := group.on_disk.first()) is not None
-            ]
-            if not candidates:
-                return
-            blob = min(candidates, key=self._held.next_use)
-            slot = self._room_ahead(blob, explicit)
-            if slot is None:
-                return
-            self._held.start_read(blob, slot, urgent=False)
-            started += 1
-
-    def _room_ahead(self, blob: Blob, explicit: bool) -> int | None:
-        """A slot that costs nothing needed sooner than ``blob``, planned saves among that."""
-        held = self._held
-        obtainable = held.arena.free_bytes + held.clean.total_bytes
-        if obtainable < blob.size_bytes:
-            return None
-        if not explicit:
-            planned = self._order.bytes_before_use(blob.index)
-            if obtainable + held.leaving_bytes - blob.size_bytes < planned:
-                return None
-        slot = held.arena.allocate(blob.size_bytes)
-        while slot is None:
-            victim = held.clean.first()
-            if victim is None or held.next_use(victim) <= held.next_use(blob):
-                return None
-            held.evict(victim)
-            slot = held.arena.allocate(blob.size_bytes)
-        return slot
-
-    # Ending
 
     def _end(self, blob: Blob) -> None:
         """Free a live blob, and end the cycle with the last one."""
@@ -625,4 +466,4 @@ class Residency:
         self._order.end_cycle()
         self._turned = False
         self._held.full_files.clear()
-        self._retried_full = False
+        self._room.forget_retry()
