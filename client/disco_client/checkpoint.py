@@ -1,14 +1,19 @@
 """``checkpoint()``: torch's non-reentrant checkpoint, with its large inputs kept by discod."""
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+# torch's checkpoint imports this in its first call, and an exception caught on the way then holds
+# that call's frames, and with them its inputs, until the next garbage collection.
+import torch._dynamo
 import torch.utils.checkpoint
 
 from disco_client import connection
-from disco_client.hooks import InputGuard
+from disco_client.hooks import InputGuard, refuse_stale, version_of
 from disco_client.residency import Group
 
 _log = logging.getLogger(__name__)
@@ -62,14 +67,51 @@ def checkpoint(
     names = tuple(kwargs)
     run = function if not names else _with_keywords(function, len(args), names)
     inputs = (*args, *kwargs.values())
+    plain: Callable[..., Any] = functools.partial(
+        torch.utils.checkpoint.checkpoint, use_reentrant=False, **options
+    )
     if not torch.is_grad_enabled():
-        return torch.utils.checkpoint.checkpoint(run, *inputs, use_reentrant=False, **options)
-    guard = InputGuard(inputs)
+        return plain(run, *inputs)
     packer = connection.current().packer
+    if not any(packer.offloads(value) for value in inputs):
+        return plain(run, *inputs)
+    guard = InputGuard(inputs)
     with packer.hooks(_group):
-        result = torch.utils.checkpoint.checkpoint(run, *inputs, use_reentrant=False, **options)
+        result = plain(*_by_reference(run, inputs))
     guard.refuse_changes(packer, function)
     return result
+
+
+class _Referenced:
+    """A tensor subclass that autograd's hooks would turn into a plain tensor, passed around them.
+
+    Checked for in-place changes here, as autograd would check it.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._version = version_of(tensor)
+
+    def get(self) -> torch.Tensor:
+        refuse_stale(self._tensor, self._version)
+        return self._tensor
+
+
+def _by_reference(
+    run: Callable[..., Any], inputs: tuple[Any, ...]
+) -> tuple[Callable[..., Any], *tuple[Any, ...]]:
+    """``run`` and its inputs, with every tensor subclass among them passed by reference."""
+    plain_types = (torch.Tensor, torch.nn.Parameter)
+    if not any(isinstance(v, torch.Tensor) and type(v) not in plain_types for v in inputs):
+        return run, *inputs
+
+    def call(*wrapped: Any) -> Any:
+        return run(*(v.get() if isinstance(v, _Referenced) else v for v in wrapped))
+
+    return call, *(
+        _Referenced(v) if isinstance(v, torch.Tensor) and type(v) not in plain_types else v
+        for v in inputs
+    )
 
 
 def _with_keywords(

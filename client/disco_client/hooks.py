@@ -32,16 +32,11 @@ class Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
-        self._version = _version_of(tensor)
+        self._version = version_of(tensor)
 
     def load(self) -> torch.Tensor:
         """The tensor. Raises ``RuntimeError`` as autograd does when it was changed in place."""
-        if _version_of(self._tensor) != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a saved {tuple(self._tensor.shape)} tensor is at version "
-                f"{_version_of(self._tensor)}; expected version {self._version} instead"
-            )
+        refuse_stale(self._tensor, self._version)
         return self._tensor
 
 
@@ -105,12 +100,12 @@ class InputGuard:
 
     def __init__(self, inputs: Sequence[object]) -> None:
         self._inputs = inputs
-        self._versions = [_version_of(value) for value in inputs]
+        self._versions = [version_of(value) for value in inputs]
 
     def refuse_changes(self, packer: Packer, function: Callable[..., Any]) -> None:
         """Raise :class:`UnsupportedCall` when an offloaded input has changed since the start."""
         for position, (value, version) in enumerate(zip(self._inputs, self._versions, strict=True)):
-            if _version_of(value) != version and packer.offloads(value):
+            if version_of(value) != version and packer.offloads(value):
                 raise UnsupportedCall(
                     f"input {position} of {name_of(function)} was modified by an inplace "
                     "operation inside it: the recomputation in backward would start from "
@@ -151,7 +146,17 @@ def _identity(tensor: torch.Tensor, group: Group) -> Hashable:
     )
 
 
-def _version_of(value: object) -> int:
+def refuse_stale(tensor: torch.Tensor, version: int) -> None:
+    """Raise as autograd does when ``tensor`` is not at ``version`` any more."""
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: a saved {tuple(tensor.shape)} tensor is at version "
+            f"{version_of(tensor)}; expected version {version} instead"
+        )
+
+
+def version_of(value: object) -> int:
     """The in-place version of a tensor; -1 for what has none."""
     if not isinstance(value, torch.Tensor) or value.is_inference():
         return -1

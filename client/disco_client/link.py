@@ -70,6 +70,7 @@ class Link:
         self._scratch_fds: list[int] = []
         self._lost_since: float | None = None
         self._next_attempt = 0.0
+        self._failure: DaemonError | None = None
         self._last_word = time.monotonic()
         self._asked_at: float | None = None
         self._context = zmq.Context()
@@ -140,12 +141,15 @@ class Link:
             DaemonError: It is back but will not take this client: what was on disk is lost.
         """
         now = time.monotonic()
-        if not self.lost and self._hung_up():
+        if self._lost_since is None and self._hung_up():
             _log.warning("the daemon on %s is gone; waiting for a new one", self.socket_dir)
             self._lost_since = now
             self._close_connection()
-        if self.lost:
-            self._try_again(now, blocked=blocked)
+        if self._lost_since is not None:
+            away = now - self._lost_since
+            failure = self._try_again(now, away)
+            if failure is not None and blocked:
+                self._give_up(failure, away)
         elif blocked:
             self._ask_for_a_word(now)
 
@@ -211,27 +215,30 @@ class Link:
         self._lifeline.close()
         self._dealer.close(linger=0)
 
-    def _try_again(self, now: float, *, blocked: bool) -> None:
+    def _try_again(self, now: float, away: float) -> DaemonError | None:
+        """Try to re-attach, when it is time to; why it did not succeed the last time."""
         if now < self._next_attempt:
-            return
+            return self._failure
         self._next_attempt = now + RETRY_SECONDS
-        away = now - (now if self._lost_since is None else self._lost_since)
+        self._failure = None
         try:
             self._restart()
-            greeting = Greeting(self.socket_dir)
-            self._open(greeting)
+            self._open(Greeting(self.socket_dir))
             _log.warning("attached to a new daemon on %s after %.1f s", self.socket_dir, away)
-        except (DaemonNotRunning, DaemonLost) as error:
-            if blocked and away > self.reconnect_timeout:
-                raise DaemonLost(
-                    f"the daemon on {self.socket_dir} went away and was not back within "
-                    f"{self.reconnect_timeout:.0f} s (reconnect_timeout): what was on disk cannot "
-                    "be loaded. Start it again ('discod --scratch DIR') and this process resumes"
-                ) from error
         except DaemonError as error:
-            if blocked:
-                raise
-            _log.debug("not attached yet: %s", error)
+            self._failure = error
+        return self._failure
+
+    def _give_up(self, failure: DaemonError, away: float) -> None:
+        """Raise when a caller that is blocked should not wait any longer."""
+        if not isinstance(failure, DaemonNotRunning | DaemonLost):
+            raise failure
+        if away > self.reconnect_timeout:
+            raise DaemonLost(
+                f"the daemon on {self.socket_dir} went away and was not back within "
+                f"{self.reconnect_timeout:g} s (reconnect_timeout): what is on disk cannot be "
+                "loaded. Start it again ('discod --scratch DIR') and this process resumes"
+            ) from failure
 
     def _ask_for_a_word(self, now: float) -> None:
         """Ping a daemon that has been silent while a caller was blocked; lose patience in time."""

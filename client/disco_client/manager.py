@@ -67,7 +67,7 @@ class DiskOffloadManager:
         stored = StoredTensor(connection.current().session, tensor, self.group)
         handle = BlobHandle(f"discod-{secrets.token_hex(8)}")
         handle._stored = stored
-        self._handles[handle] = handle
+        self._handles[str(handle)] = handle
         return handle
 
     def load_tensor(

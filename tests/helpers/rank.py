@@ -1,10 +1,11 @@
-"""One rank of a training job, as a process: ``python -m tests.helpers.rank '{"form": ...}'``.
+"""One rank of a training job, as a process: ``python -m tests.helpers.rank '{"forms": [...]}'``.
 
 Prints ``ready`` after the first forward (and then waits for a line on stdin if ``pause`` is set),
 and at the end one JSON line with the history, the stats and the rank. Settings:
 
-form: plain, reentrant, checkpoint or disco; model: keywords of GPT; train: keywords of train();
-connect: keywords of disco_client.connect(); pause: whether to wait after the first forward;
+forms: of plain, reentrant, checkpoint and disco, one run after the other; model: keywords of GPT;
+train: keywords of train(); connect: keywords of disco_client.connect(); pause: whether to wait
+after the first forward;
 store: a file for torch.distributed's rendezvous, or absent outside a job.
 """
 
@@ -13,11 +14,11 @@ import os
 import sys
 from typing import Any
 
-import disco_client
 import torch
 import torch.distributed
 from torch import nn
 
+import disco_client
 from tests.helpers.models import GPT, plain_checkpoint, reentrant_checkpoint
 from tests.helpers.training import train
 
@@ -33,8 +34,6 @@ def main() -> None:
     """Run the rank."""
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model: nn.Module = GPT(FORMS[settings["form"]], **settings.get("model", {}))
     rank = int(os.environ.get("RANK", "0"))
     if "store" in settings:
         torch.distributed.init_process_group(
@@ -43,7 +42,6 @@ def main() -> None:
             rank=rank,
             world_size=int(os.environ["WORLD_SIZE"]),
         )
-        model = nn.parallel.DistributedDataParallel(model)
     if "connect" in settings:
         disco_client.connect(**settings["connect"])
 
@@ -53,7 +51,14 @@ def main() -> None:
             if settings.get("pause"):
                 sys.stdin.readline()
 
-    history = train(model, seed=rank, after_forward=after_forward, **settings.get("train", {}))
+    history = {}
+    for form in settings["forms"]:
+        torch.manual_seed(0)
+        model: nn.Module = GPT(FORMS[form], **settings.get("model", {}))
+        if "store" in settings:
+            model = nn.parallel.DistributedDataParallel(model)
+        keywords = settings.get("train", {})
+        history[form] = train(model, seed=rank, after_forward=after_forward, **keywords)
     stats = disco_client.stats()
     report = {"rank": rank, "history": history, "live_blobs": stats.live_blobs}
     report["written_bytes"] = stats.written_bytes

@@ -4,11 +4,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import disco_client
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+
+import disco_client
 
 Attach = Callable[..., None]
 WIDTH = 256

@@ -5,10 +5,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import disco_client
 import pytest
 import torch
 from torch import nn
+
+import disco_client
 
 Attach = Callable[..., None]
 SIZE = 1 << 18

@@ -1,0 +1,43 @@
+"""Fixtures for the client's side. The daemon's are in ``tests/integration/conftest.py``."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """OpenMP threads that spin for each other on two shared cores cost more than they bring."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A directory whose path leaves room for a socket's name."""
+    path = Path(tempfile.mkdtemp(prefix="dc-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def attach_to() -> Iterator[Callable[..., None]]:
+    """``attach_to(daemon, **settings)`` attaches this process until the test ends."""
+    import disco_client
+
+    def attach(daemon: Any, **settings: Any) -> None:
+        disco_client.connect(daemon.socket_dir, **settings)
+
+    yield attach
+    disco_client.close()
+
+
+@pytest.fixture
+def attach(attach_to: Callable[..., None], daemon: Any) -> Callable[..., None]:
+    """``attach(**settings)`` attaches this process to the test's own daemon."""
+    return lambda **settings: attach_to(daemon, **settings)

@@ -1,0 +1,248 @@
+"""Finding a daemon, starting one, and being told clearly when there is none."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import disco_client
+from disco_client import connection
+
+Attach = Callable[..., None]
+
+SAVE_AND_LOAD = """
+import sys, torch, disco_client
+disco_client.connect({socket_dir!r}, scratch={scratch!r}, arena="4MiB")
+manager = disco_client.DiskOffloadManager()
+handles = [manager.save_tensor(torch.full((1 << 18,), float(i))) for i in range(12)]
+ok = all(torch.equal(manager.load_tensor(h), torch.full((1 << 18,), float(i)))
+         for i, h in enumerate(handles))
+print(ok, flush=True)
+sys.stdin.readline()
+"""
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.02)
+
+
+def daemons_of(socket_dir: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if "discod" in command and str(socket_dir) in command:
+            found.append(process)
+    return found
+
+
+def test_no_daemon(short_dir: Path) -> None:
+    """The error comes within 3 s and names the socket and the command that starts a daemon."""
+    started = time.monotonic()
+    with pytest.raises(disco_client.DaemonNotRunning) as caught:
+        disco_client.connect(short_dir / "none")
+    assert time.monotonic() - started < 3
+    assert str(short_dir / "none" / "attach.sock") in str(caught.value)
+    assert "discod --scratch" in str(caught.value)
+
+
+def test_stale_socket(daemon: Any) -> None:
+    """A socket file that a killed daemon left is no daemon."""
+    daemon.kill()
+    assert (Path(daemon.socket_dir) / "attach.sock").exists()
+    with pytest.raises(disco_client.DaemonNotRunning):
+        disco_client.connect(daemon.socket_dir)
+
+
+def test_attached_at_first_use_from_the_environment(
+    daemon: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but the environment is needed; sizes as people write them."""
+    monkeypatch.setenv("DISCOD_SOCKET_DIR", str(daemon.socket_dir))
+    monkeypatch.setenv("DISCOD_ARENA", "6MiB")
+    assert disco_client.stats().arena_bytes == 0
+    try:
+        manager = disco_client.DiskOffloadManager()
+        assert torch.equal(manager.load_tensor(manager.save_tensor(torch.ones(3))), torch.ones(3))
+        assert disco_client.stats().arena_bytes == 6 << 20
+        assert daemon.status()["clients"][0]["arena_bytes"] == 6 << 20
+    finally:
+        disco_client.close()
+    wait_until(lambda: daemon.status()["clients"] == [], 5)
+
+
+def test_default_arena_is_the_ranks_share(
+    start_daemon: Callable[..., Any], short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks of a node together get what the daemon has to give, and no rank more."""
+    daemon = start_daemon("--ram", "64MiB", scratch=short_dir)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    disco_client.connect(daemon.socket_dir)
+    try:
+        assert disco_client.stats().arena_bytes == 16 << 20
+    finally:
+        disco_client.close()
+
+
+def test_arena_over_the_budget(start_daemon: Callable[..., Any], short_dir: Path) -> None:
+    """The daemon's --ram holds over all clients; the refusal names it."""
+    daemon = start_daemon("--ram", "64MiB", scratch=short_dir)
+    with pytest.raises(disco_client.AttachRefused, match="--ram"):
+        disco_client.connect(daemon.socket_dir, arena="128MiB")
+    assert daemon.status()["clients"] == []
+
+
+def test_attaching_twice_is_an_error(attach: Attach) -> None:
+    """Silently keeping the first settings would hide a mistake."""
+    attach(arena="4MiB")
+    with pytest.raises(disco_client.UsageError, match="attached already"):
+        disco_client.connect()
+
+
+def test_ranks_start_one_daemon_between_them(short_dir: Path, tmp_path: Path) -> None:
+    """With scratch= and no daemon, one is started for the node; it ends after its last client."""
+    code = SAVE_AND_LOAD.format(socket_dir=str(short_dir), scratch=str(tmp_path))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"LOCAL_RANK": str(rank)},
+        )
+        for rank in range(3)
+    ]
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "True\n"
+        status = json.loads(
+            subprocess.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "discod",
+                    "status",
+                    "--json",
+                    "--socket-dir",
+                    str(short_dir),
+                ],
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout
+        )
+        assert {client["pid"] for client in status["clients"]} == {rank.pid for rank in ranks}
+        wait_until(lambda: [p.pid for p in daemons_of(short_dir)] == [status["pid"]], 10)
+    finally:
+        for rank in ranks:
+            rank.communicate("\n")
+    wait_until(lambda: not daemons_of(short_dir), 20)
+    assert os.listdir(short_dir) == []
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_started_daemon_is_restarted_when_killed(short_dir: Path, tmp_path: Path) -> None:
+    """A client that started its daemon starts the next one, and resumes on it."""
+    disco_client.connect(short_dir, scratch=tmp_path, arena="2MiB")
+    try:
+        manager = disco_client.DiskOffloadManager()
+        tensors = [torch.full((1 << 18,), float(i)) for i in range(6)]
+        handles = [manager.save_tensor(tensor) for tensor in tensors]
+        for handle in handles:
+            manager.wait_for_save(handle, 10)
+        (daemon,) = daemons_of(short_dir)
+        daemon.kill()
+        for handle, tensor in zip(handles, tensors, strict=True):
+            assert torch.equal(manager.load_tensor(handle), tensor)
+    finally:
+        disco_client.close()
+    wait_until(lambda: not daemons_of(short_dir), 20)
+
+
+def test_a_daemon_that_cannot_start_says_why(short_dir: Path, tmp_path: Path) -> None:
+    """The daemon's own message reaches the user of the script, within seconds."""
+    started = time.monotonic()
+    with pytest.raises(disco_client.DaemonNotRunning, match="missing-directory"):
+        disco_client.connect(short_dir, scratch=tmp_path / "missing-directory")
+    assert time.monotonic() - started < 10
+
+
+def test_fork_leaves_the_parent_alone(attach: Attach, daemon: Any) -> None:
+    """DataLoader workers are forked from an attached trainer: they must not disturb it."""
+    attach(arena="4MiB")
+    manager = disco_client.DiskOffloadManager()
+    handles = [manager.save_tensor(torch.full((1 << 18,), float(i))) for i in range(8)]
+    for _ in range(5):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                try:
+                    manager.load_tensor(handles[0])
+                except disco_client.HandleReleased as error:
+                    code = 0 if "forked" in str(error) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert len(daemon.status()["clients"]) == 1
+    for i, handle in enumerate(handles):
+        assert torch.equal(manager.load_tensor(handle), torch.full((1 << 18,), float(i)))
+
+
+def test_a_forked_child_attaches_by_itself(
+    attach: Attach, daemon: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that offloads gets its own attachment, and exits normally."""
+    attach(arena="4MiB")
+    monkeypatch.setenv("DISCOD_SOCKET_DIR", str(daemon.socket_dir))
+    monkeypatch.setenv("DISCOD_ARENA", "4MiB")
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            manager = disco_client.DiskOffloadManager()
+            handle = manager.save_tensor(torch.ones(1 << 18))
+            code = 0 if torch.equal(manager.load_tensor(handle), torch.ones(1 << 18)) else 2
+            disco_client.close()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert connection.current() is not None
+
+
+def test_threads_share_one_attachment(attach: Attach) -> None:
+    """Four threads save and load at once: no mix-up, no deadlock, nothing left."""
+    import threading
+
+    attach(arena="4MiB")
+    failures: list[str] = []
+
+    def work(number: int) -> None:
+        manager = disco_client.DiskOffloadManager()
+        for round_ in range(10):
+            tensors = [torch.full((1 << 16,), float(number * 100 + round_ + i)) for i in range(8)]
+            handles = [manager.save_tensor(tensor) for tensor in tensors]
+            for handle, tensor in reversed(list(zip(handles, tensors, strict=True))):
+                if not torch.equal(manager.load_tensor(handle), tensor):
+                    failures.append(f"thread {number}, round {round_}")
+                manager.cleanup_tensor(handle)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert failures == []
+    assert disco_client.stats().live_blobs == 0

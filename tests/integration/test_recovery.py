@@ -1,0 +1,205 @@
+"""Daemons and trainers that die in the middle of a step: nothing is lost, nothing is left."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import disco_client
+from tests.helpers.jobs import Rank, run_job
+from tests.helpers.models import GPT, plain_checkpoint
+from tests.helpers.training import train
+
+Attach = Callable[..., None]
+MODEL = {"layers": 6, "width": 128, "length": 128}
+TRAIN: dict[str, Any] = {"steps": 3, "batch": 16, "length": 128}
+
+
+def run(form: Callable[..., Any], **kwargs: Any) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    return train(GPT(form, **MODEL), **TRAIN, **kwargs)
+
+
+def load_all(manager: disco_client.DiskOffloadManager, handles: list[Any]) -> None:
+    for handle in handles:
+        manager.load_tensor(handle)
+
+
+def scratch_entries(daemon: Any) -> list[str]:
+    return os.listdir(daemon.scratch)
+
+
+def socket_dir_entries(daemon: Any) -> set[str]:
+    return set(os.listdir(daemon.socket_dir)) - {"attach.sock", "io.sock"}
+
+
+@pytest.mark.parametrize("when", ["between forward and backward", "during the writes"])
+def test_daemon_killed_and_started_again(
+    daemon: Any, start_daemon: Callable[..., Any], attach: Attach, when: str
+) -> None:
+    """The step completes over a new daemon, bit-equal: both fds handed back, requests resent."""
+    expected = run(plain_checkpoint)
+    shm = set(os.listdir("/dev/shm"))
+    attach(arena="2MiB", min_bytes="256KiB")
+    daemons = [daemon]
+
+    def replace(step: int) -> None:
+        if when == "between forward and backward":
+            deadline = time.monotonic() + 10
+            while daemons[-1].status()["clients"][0]["in_flight"]:
+                assert time.monotonic() < deadline, "the writes do not end"
+        daemons[-1].kill()
+        daemons.append(start_daemon(scratch=daemon.scratch, socket_dir=daemon.socket_dir))
+
+    assert run(disco_client.checkpoint, after_forward=replace) == expected
+    assert len(daemons) == 1 + TRAIN["steps"]
+    stats = disco_client.stats()
+    assert stats.live_blobs == 0
+    assert stats.read_bytes > 0
+    disco_client.close()
+    assert scratch_entries(daemon) == []
+    assert socket_dir_entries(daemon) == set()
+    assert set(os.listdir("/dev/shm")) == shm
+
+
+def test_daemon_that_comes_back_later(
+    daemon: Any, start_daemon: Callable[..., Any], attach: Attach
+) -> None:
+    """A load that is blocked while the daemon is away goes on when a new one is there."""
+    attach(arena="2MiB")
+    manager = disco_client.DiskOffloadManager()
+    tensors = [torch.full((1 << 18,), float(i)) for i in range(6)]
+    handles = [manager.save_tensor(tensor) for tensor in tensors]
+    for handle in handles:
+        manager.wait_for_save(handle, 10)
+    daemon.kill()
+    loaded: list[torch.Tensor] = []
+    blocked = threading.Thread(
+        target=lambda: loaded.extend(manager.load_tensor(handle).clone() for handle in handles)
+    )
+    blocked.start()
+    start_daemon(scratch=daemon.scratch, socket_dir=daemon.socket_dir)
+    blocked.join(30)
+    assert len(loaded) == len(tensors)
+    for got, tensor in zip(loaded, tensors, strict=True):
+        assert torch.equal(got, tensor)
+
+
+def test_daemon_that_does_not_come_back(daemon: Any, attach: Attach) -> None:
+    """DaemonLost names socket and timeout, within the timeout; it is no hang."""
+    attach(arena="2MiB", reconnect_timeout=0.5)
+    manager = disco_client.DiskOffloadManager()
+    handles = [manager.save_tensor(torch.full((1 << 18,), float(i))) for i in range(6)]
+    daemon.kill()
+    started = time.monotonic()
+    with pytest.raises(disco_client.DaemonLost, match=r"reconnect_timeout") as caught:
+        load_all(manager, handles)
+    assert time.monotonic() - started < 5
+    assert str(daemon.socket_dir) in str(caught.value)
+    manager.cleanup()
+    assert disco_client.stats().live_blobs == 0
+
+
+def test_frozen_daemon(daemon: Any, attach: Attach) -> None:
+    """SIGSTOP: an error that names the silence, and after SIGCONT the next call works."""
+    attach(arena="2MiB", reply_timeout=0.3)
+    manager = disco_client.DiskOffloadManager()
+    handles = [manager.save_tensor(torch.full((1 << 18,), float(i))) for i in range(6)]
+    for handle in handles:
+        manager.wait_for_save(handle, 10)
+    os.kill(daemon.pid, 19)
+    try:
+        with pytest.raises(disco_client.DaemonLost, match="has not answered"):
+            load_all(manager, handles)
+    finally:
+        os.kill(daemon.pid, 18)
+    for i, handle in enumerate(handles):
+        assert torch.equal(manager.load_tensor(handle), torch.full((1 << 18,), float(i)))
+
+
+def test_trainer_killed(daemon: Any) -> None:
+    """Its arena and scratch bytes are gone within 1 s; the other trainer notices nothing."""
+    settings = {"model": MODEL, "train": TRAIN, "forms": ["plain"]}
+    connect = {"socket_dir": str(daemon.socket_dir), "arena": "2MiB", "min_bytes": "256KiB"}
+    offloaded = settings | {"forms": ["checkpoint"], "connect": connect, "pause": True}
+    plain = Rank(settings)
+    killed, other = Rank(offloaded, RANK="1"), Rank(offloaded, RANK="0")
+    try:
+        killed.wait_ready()
+        other.wait_ready()
+        assert {client["pid"] for client in daemon.status()["clients"]} == {killed.pid, other.pid}
+        killed.kill()
+        died = time.monotonic()
+        while True:
+            status = daemon.status()
+            took = time.monotonic() - died
+            if {client["pid"] for client in status["clients"]} == {other.pid}:
+                break
+            assert took < 1.5, "the killed trainer is still there"
+        held = sum(client["disk_bytes"] for client in status["clients"])
+        assert sum(scratch["used_bytes"] for scratch in status["scratch"]) == held
+        other.go_on()
+        report = other.report()
+        assert report["history"]["checkpoint"] == plain.report()["history"]["plain"]
+        assert report["live_blobs"] == 0
+    finally:
+        for rank in (plain, killed, other):
+            rank.kill()
+    assert scratch_entries(daemon) == []
+    assert socket_dir_entries(daemon) == set()
+
+
+def test_scratch_full(
+    start_daemon: Callable[..., Any], short_dir: Path, attach_to: Callable[..., None]
+) -> None:
+    """A quota that is used up: a clear error, nothing lost, and the next step works."""
+    daemon = start_daemon("--disk", "4MiB", scratch=short_dir)
+    attach_to(daemon, arena="4MiB")
+    manager = disco_client.DiskOffloadManager()
+    handles: list[Any] = []
+    with pytest.raises(disco_client.ScratchFull, match=r"--disk"):
+        handles.extend(manager.save_tensor(torch.full((1 << 18,), float(i))) for i in range(16))
+    assert 4 <= len(handles) < 16
+    for i in reversed(range(len(handles))):
+        assert torch.equal(manager.load_tensor(handles[i]), torch.full((1 << 18,), float(i)))
+        manager.cleanup_tensor(handles[i])
+    handle = manager.save_tensor(torch.ones(1 << 18))
+    assert torch.equal(manager.load_tensor(handle), torch.ones(1 << 18))
+
+
+def test_a_dead_daemon_does_not_matter_while_all_fits(daemon: Any) -> None:
+    """Nothing on disk: the step completes without a daemon, and the exit hangs on no message."""
+    connect = {"socket_dir": str(daemon.socket_dir), "arena": "64MiB", "min_bytes": "256KiB"}
+    settings = {"model": MODEL, "train": TRAIN, "forms": ["checkpoint"]}
+    rank = Rank(settings | {"connect": connect, "pause": True})
+    try:
+        rank.wait_ready()
+        daemon.kill()
+        rank.go_on()
+        assert rank.report(timeout=60)["live_blobs"] == 0
+    finally:
+        rank.kill()
+
+
+def test_two_ranks_over_two_scratch_directories(
+    start_daemon: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Striping over directories changes no bit, and uses both."""
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    second.mkdir()
+    daemon = start_daemon(scratch=[first, second])
+    settings = {
+        "forms": ["plain", "checkpoint"],
+        "model": MODEL,
+        "train": TRAIN,
+        "connect": {"socket_dir": str(daemon.socket_dir), "arena": "2MiB", "min_bytes": "256KiB"},
+    }
+    for report in run_job(2, settings):
+        assert report["history"]["checkpoint"] == report["history"]["plain"]
+        assert report["read_bytes"] > 0
