@@ -6,6 +6,7 @@ the others' processes end at once, and their clients find the one that runs.
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,10 @@ EXIT_IDLE_SECONDS = 5
 
 SETTLE_SECONDS = 3.0
 """After a daemon started here has failed: how long another rank's may take to show up."""
+
+
+RESTART_SECONDS = 1.0
+"""Between two starts, so that a daemon that cannot start does not cost a core."""
 
 
 class Launcher:
@@ -33,13 +38,16 @@ class Launcher:
         self._command += ["--exit-idle", str(EXIT_IDLE_SECONDS)]
         self._pid: int | None = None
         self._log_fd = -1
+        self._next_start = 0.0
         self.failure: str | None = None
         """What the last daemon said when it ended with an error."""
 
     def ensure(self) -> None:
         """Start a daemon unless one that was started here still runs. Does not wait for it."""
-        if self._pid is not None and self._running():
+        now = time.monotonic()
+        if self._running() or now < self._next_start:
             return
+        self._next_start = now + RESTART_SECONDS
         # An unlinked log: read back when the start fails, and gone with the daemon.
         if self._log_fd >= 0:
             os.close(self._log_fd)
@@ -59,8 +67,7 @@ class Launcher:
 
     def poll(self) -> None:
         """Notice that the daemon has ended; :attr:`failure` then says why."""
-        if self._pid is not None:
-            self._running()
+        self._running()
 
     def error(self, socket_dir: Path) -> DaemonNotRunning:
         """The error for a start that failed."""

@@ -177,6 +177,9 @@ class Session:
             if self._closed:
                 return
             self._closed = True
+            while self._polling:  # its fds must stay open until that thread is off them
+                self.link.wake()
+                self._changed.wait()
             self._changed.notify_all()
             self.link.close()
             self._arena.close()

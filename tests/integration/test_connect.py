@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -221,10 +223,38 @@ def test_a_forked_child_attaches_by_itself(
     assert connection.current() is not None
 
 
+def test_close_while_another_thread_waits(attach: Attach, daemon: Any) -> None:
+    """The waiting call ends with an error that says so, and nothing hangs or crashes."""
+    attach(arena="2MiB")
+    manager = disco_client.DiskOffloadManager()
+    handles = [manager.save_tensor(torch.full((1 << 18,), float(i))) for i in range(6)]
+    for handle in handles:
+        manager.wait_for_save(handle, 10)
+    errors: list[Exception] = []
+
+    def load_all() -> None:
+        try:
+            for handle in handles:
+                manager.load_tensor(handle)
+        except disco_client.HandleReleased as error:
+            errors.append(error)
+
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        thread = threading.Thread(target=load_all)
+        thread.start()
+        session = connection.current().session
+        wait_until(lambda: session._polling, 10)
+        disco_client.close()
+        thread.join(10)
+        assert not thread.is_alive()
+        assert len(errors) == 1
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+
+
 def test_threads_share_one_attachment(attach: Attach) -> None:
     """Four threads save and load at once: no mix-up, no deadlock, nothing left."""
-    import threading
-
     attach(arena="4MiB")
     failures: list[str] = []
 

@@ -1,6 +1,7 @@
 """Daemons and trainers that die in the middle of a step: nothing is lost, nothing is left."""
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -112,12 +113,12 @@ def test_frozen_daemon(daemon: Any, attach: Attach) -> None:
     handles = [manager.save_tensor(torch.full((1 << 18,), float(i))) for i in range(6)]
     for handle in handles:
         manager.wait_for_save(handle, 10)
-    os.kill(daemon.pid, 19)
+    os.kill(daemon.pid, signal.SIGSTOP)
     try:
         with pytest.raises(disco_client.DaemonLost, match="has not answered"):
             load_all(manager, handles)
     finally:
-        os.kill(daemon.pid, 18)
+        os.kill(daemon.pid, signal.SIGCONT)
     for i, handle in enumerate(handles):
         assert torch.equal(manager.load_tensor(handle), torch.full((1 << 18,), float(i)))
 
