@@ -194,18 +194,14 @@ class Ranking:
     def add(self, blob: Blob, next_use: int) -> None:
         """Put the blob in, or give it another ``next_use``."""
         key = self._sign * next_use
-        known = self._blobs.get(blob.id)
-        if known is None:
+        if blob.id not in self._blobs:
             self.total_bytes += blob.size_bytes
-        elif known[0] == key:
-            return
         self._blobs[blob.id] = key, blob
         heapq.heappush(self._heap, (key, blob.id))
 
     def discard(self, blob: Blob) -> None:
-        """Take the blob out, if it is in."""
-        if self._blobs.pop(blob.id, None) is None:
-            return
+        """Take out a blob that is in."""
+        del self._blobs[blob.id]
         self.total_bytes -= blob.size_bytes
         if len(self._heap) > 2 * len(self._blobs) + 64:
             self._heap = [(key, id_) for id_, (key, _) in self._blobs.items()]

@@ -73,7 +73,9 @@ class Counters:
     written_bytes: int = 0
     """Bytes of completed writes."""
     elided_bytes: int = 0
-    """Saved bytes of blobs that were freed and never written."""
+    """Saved bytes of blobs that were freed and never written. A write that was cancelled counts at
+    once; one that had begun after all is taken back when it completes, perhaps in the next cycle.
+    """
     read_bytes: int = 0
     """Bytes of completed reads."""
     prefetch_hits: int = 0

@@ -93,9 +93,10 @@ class Plan:
         """Which blobs Belady's rule writes with that capacity, and whether any in a hurry.
 
         Belady: what is needed last goes. The real allocator is used, because with blobs of
-        several sizes not every byte can be used. A blob that is loaded and not yet freed is
-        being used, so it goes only when nothing else is left. "In a hurry" is a blob whose place
-        is needed before as many bytes were saved as there is staging.
+        several sizes not every byte can be used. A blob whose load has passed and whose free has
+        not is being used: its position is the lowest, so it goes only when nothing else is left.
+        "In a hurry" is a blob whose place is needed before as many bytes were saved as there is
+        staging.
         """
         arena = ExtentAllocator(capacity_bytes)
         staging = staging_bytes(capacity_bytes, max(self.sizes))
@@ -110,28 +111,20 @@ class Plan:
                     arena.free(slots.pop(index), self.sizes[index])
                 continue
             saves += event is Event.SAVE
-            if index not in slots:
-                slot = arena.allocate(self.sizes[index])
-                while slot is None and (victim := _pop_resident(heap, slots)) is not None:
-                    arena.free(slots.pop(victim), self.sizes[victim])
-                    if event is Event.SAVE and victim not in written:
-                        since = self.saved_bytes[saves - 1] - self.saved_bytes[victim + 1]
-                        hurried = hurried or since < staging
-                    written.add(victim)
-                    slot = arena.allocate(self.sizes[index])
-                if slot is None:
+            if index in slots:
+                continue
+            while (slot := arena.allocate(self.sizes[index])) is None:
+                _, victim = heapq.heappop(heap)
+                if victim not in slots:  # freed since
                     continue
-                slots[index] = slot
-            heapq.heappush(heap, (1 if event is Event.LOAD else -self.next_use[index], index))
+                arena.free(slots.pop(victim), self.sizes[victim])
+                if event is Event.SAVE and victim not in written:
+                    since = self.saved_bytes[saves - 1] - self.saved_bytes[victim + 1]
+                    hurried = hurried or since < staging
+                written.add(victim)
+            slots[index] = slot
+            heapq.heappush(heap, (-self.next_use[index], index))
         return written, hurried
-
-
-def _pop_resident(heap: list[tuple[int, int]], slots: dict[int, int]) -> int | None:
-    while heap:
-        _, index = heapq.heappop(heap)
-        if index in slots:
-            return index
-    return None
 
 
 class Order:

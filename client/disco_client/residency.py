@@ -19,7 +19,7 @@ from disco_client.errors import (
     HandleReleased,
     ScratchError,
 )
-from disco_client.extents import ExtentAllocator, ScratchSpace
+from disco_client.extents import ScratchSpace
 from disco_client.holdings import Holdings
 from disco_client.instructions import (
     Cancel,
@@ -265,7 +265,7 @@ class Residency:
         self._held.cancel(record)
         if record.state is State.FILLING:
             self.saved_bytes += record.size_bytes
-        if not record.written and record.io is not Io.WRITE:
+        if not record.written:
             self.elided_bytes += record.size_bytes
         self._end(record)
         return self._advance()
@@ -286,8 +286,8 @@ class Residency:
         else:
             self._held.note_failure(record, failure)
         if record.state is State.FREED:
-            if failure is not None:
-                self.elided_bytes += record.size_bytes
+            if failure is None:
+                self.elided_bytes -= record.size_bytes
             self._held.release(record)
         else:
             if failure is None:
@@ -332,11 +332,6 @@ class Residency:
         self._held.full_files.clear()
 
     # What is known
-
-    @property
-    def arena(self) -> ExtentAllocator:
-        """The slots; to look at only."""
-        return self._held.arena
 
     @property
     def scratch(self) -> ScratchSpace:

@@ -21,7 +21,6 @@ from disco_client.residency import (
     StartWrite,
     WriteFailure,
 )
-
 from discod.wire import PAGE_BYTES
 from discod.wire.messages import Failure
 

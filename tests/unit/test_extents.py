@@ -3,11 +3,11 @@
 from itertools import pairwise
 
 import pytest
-from disco_client import extents
-from disco_client.extents import STRIPE_BYTES, ExtentAllocator, Piece, ScratchSpace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disco_client import extents
+from disco_client.extents import STRIPE_BYTES, ExtentAllocator, Piece, ScratchSpace
 from discod.wire import PAGE_BYTES
 
 

@@ -7,6 +7,16 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
 from disco_client import extents
 from disco_client.blobs import State
 from disco_client.errors import (
@@ -18,16 +28,6 @@ from disco_client.errors import (
     ScratchFull,
 )
 from disco_client.residency import Group
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
-
 from discod.wire import PAGE_BYTES
 from discod.wire.messages import Failure
 from tests.helpers.simulation import Simulation, check_invariants
