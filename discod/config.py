@@ -56,6 +56,10 @@ class Config:
     def __post_init__(self) -> None:
         if not self.scratch:
             raise BadOption("no scratch directory: give at least one --scratch DIR")
+        real = [os.path.realpath(path) for path in (*self.scratch, self.socket_dir)]
+        twice = [path for path in real if real.count(path) > 1]
+        if twice:
+            raise BadOption(f"{twice[0]} is given twice: --scratch and --socket-dir must differ")
         if self.threads < 2:
             raise BadOption(
                 f"--threads {self.threads}: there must be at least 2, so that a read never waits "

@@ -48,7 +48,7 @@ class Daemon:
         env: Mapping[str, str] | None = None,
     ) -> None:
         directories = [scratch] if isinstance(scratch, Path) else list(scratch)
-        self.scratch = directories[0]
+        self.scratch = directories[0] if directories else Path()
         self.socket_dir = socket_dir
         self._log_path = log_path
         command = [*prefix, sys.executable, "-m", "discod", "--socket-dir", str(socket_dir)]

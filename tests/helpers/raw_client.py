@@ -162,9 +162,11 @@ class RawClient:
         self.lifeline.close()
 
     def close(self) -> None:
-        """Hang up and close everything."""
+        """Hang up and close everything; idempotent."""
+        if self.arena.closed:
+            return
         self.detach()
-        self.context.term()
+        self.context.destroy(linger=0)
         self.arena.close()
         for fd in (self.arena_fd, *self.files):
             os.close(fd)

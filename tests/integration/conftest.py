@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.daemon import Daemon
+from tests.helpers.raw_client import RawClient
 
 
 @pytest.fixture
@@ -67,6 +68,20 @@ def start_daemon(
 def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
     """One daemon with the default options."""
     return start_daemon()
+
+
+@pytest.fixture
+def raw_client() -> Iterator[Callable[..., RawClient]]:
+    """``raw_client(daemon, ...)``: an attached :class:`RawClient`, closed after the test."""
+    clients: list[RawClient] = []
+
+    def attach(daemon: Daemon, *args: int, **kwargs: int) -> RawClient:
+        clients.append(RawClient(daemon.socket_dir, *args, **kwargs))
+        return clients[-1]
+
+    yield attach
+    for client in clients:
+        client.close()
 
 
 def privileged_or_skip(what: str) -> None:
