@@ -110,6 +110,11 @@ class Admission:
         if not fds or (attach.resume and len(fds) < 2) or (not attach.resume and len(fds) != 1):
             raise Inadmissible(f"an attach with {len(fds)} fds: a fault of the client")
         check_arena(fds[0], attach.arena_bytes)
+        if len(inodes) > len(self._devices):
+            raise Inadmissible(
+                f"it has {len(inodes)} scratch files, and this daemon has fewer directories; start "
+                "it with every --scratch that the one before it had"
+            )
         if len(inodes) != len(fds) - 1 or self.holds(inodes):
             raise Inadmissible("another client has its scratch files: a fault of the client")
         if not self._ram.reserve(attach.arena_bytes):

@@ -134,11 +134,11 @@ class Clients:
             for handshake in list(self._handshakes):
                 handshake.drop()
 
-    def cancel_all(self) -> None:
-        """Cancel all that is queued, of all clients."""
+    def cancel_all(self, quiet: Callable[[], None]) -> None:
+        """Cancel all that is queued; ``quiet`` is called whenever nothing of a client runs."""
         for tenant in self.tenants:
             if not tenant.closing:
-                tenant.close(lambda: None)
+                tenant.close(quiet)
 
     def _accept(self) -> None:
         while True:

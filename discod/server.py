@@ -58,10 +58,10 @@ MESSAGES_PER_ROUND = 256
 MESSAGES_AT_THE_END = 100_000
 """All that is there, and not without end from a client that goes on sending."""
 
-DRAIN_SECONDS = 4.0
+DRAIN_SECONDS = 3.5
 """The exit takes 5 s at most; service managers and schedulers send SIGKILL some time later."""
-DROP_SECONDS = 0.4
-"""Then for the pieces that are in flight when what is queued is dropped."""
+DROP_SECONDS = 0.5
+"""Then, at most, for the pieces that are in flight when what is queued is dropped."""
 
 FIRST_CLIENT_SECONDS = 30.0
 """With ``--exit-idle``: the trainer that started the daemon is given this long to come."""
@@ -239,10 +239,10 @@ class Server:
         name = signal.strsignal(self._signal)
         _log.info("%s: %d requests in flight", name, self._clients.in_flight)
         self._clients.stop_accepting()
+        self._loop.call_later(DRAIN_SECONDS, self._drop)
         self._router.receive(self._message, MESSAGES_AT_THE_END)
         self._draining = True
         self._loop.remove_reader(self._router.fd)
-        self._loop.call_later(DRAIN_SECONDS, self._drop)
         self._stop_when_drained()
 
     def _stop_when_drained(self) -> None:
@@ -251,8 +251,8 @@ class Server:
 
     def _drop(self) -> None:
         _log.warning("%d requests are left to the next daemon", self._clients.in_flight)
-        self._clients.cancel_all()
         self._loop.call_later(DROP_SECONDS, self._loop.stop)
+        self._clients.cancel_all(self._stop_when_drained)
 
 
 def _raise_fd_limit() -> None:

@@ -43,10 +43,14 @@ def make_arena(size_bytes: int, seals: int = SEAL_SHRINK_GROW) -> int:
 def greet(socket_dir: Path, protocol: int = PROTOCOL_VERSION) -> tuple[socket.socket, Any]:
     """Connect and say hello: the lifeline, and the daemon's Welcome or Refused."""
     lifeline = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    lifeline.settimeout(10)
-    lifeline.connect(str(socket_paths(socket_dir)[0]))
-    send_message(lifeline, Hello(protocol, "test"))
-    reply, _ = receive_message(lifeline, Welcome, Refused)
+    try:
+        lifeline.settimeout(10)
+        lifeline.connect(str(socket_paths(socket_dir)[0]))
+        send_message(lifeline, Hello(protocol, "test"))
+        reply, _ = receive_message(lifeline, Welcome, Refused)
+    except OSError:
+        lifeline.close()
+        raise
     return lifeline, reply
 
 
