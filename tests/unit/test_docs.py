@@ -1,0 +1,134 @@
+"""The documents say what is true: commands, options, environment, files and the version exist."""
+
+import importlib.util
+import inspect
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+import disco_client
+import discod
+from discod.cli import main
+from discod.exits import Exit
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = sorted(
+    path
+    for directory in (".", "docs", "systemd", "docker")
+    for path in (ROOT / directory).glob("*.md")
+)
+CLIENT_ENVIRONMENT = {"DISCOD_SOCKET_DIR", "DISCOD_SCRATCH", "DISCOD_ARENA"}
+PROGRAMS = {"pip", "torchrun"}
+"""Of others: that they exist is not ours to test."""
+
+
+def commands() -> list[click.Command]:
+    """``discod`` and its subcommands."""
+    return [main, *main.commands.values()]
+
+
+def options() -> Iterator[click.Option]:
+    """Every option of every command."""
+    for command in commands():
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                yield parameter
+
+
+def shell_lines(text: str) -> list[str]:
+    """The lines of all shell blocks."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def test_every_option_is_documented() -> None:
+    """Else users would not learn of an option, or read of it under another name."""
+    missing = [name for option in options() for name in option.opts if f"`{name}" not in README]
+    assert missing == []
+
+
+def test_documented_options_exist() -> None:
+    """Else the README would promise an option that is gone."""
+    table = README.partition("## Options of the daemon")[2].partition("## Options of the client")[0]
+    known = {name for option in options() for name in option.opts} | {"--help"}
+    assert set(re.findall(r"`(--[a-z-]+)", table)) - known == set()
+
+
+def test_every_option_has_its_environment_variable() -> None:
+    """Else "each option is also an environment variable" would be untrue."""
+    for option in main.params:
+        if option.name != "version":
+            assert option.envvar == f"DISCOD_{option.name}".upper()
+
+
+def test_documented_environment_exists() -> None:
+    """Else someone would set a variable that nothing reads."""
+    known = {str(option.envvar) for option in options()} | CLIENT_ENVIRONMENT
+    for path in DOCUMENTS:
+        found = set(re.findall(r"DISCOD_[A-Z_]*[A-Z]", path.read_text()))
+        assert found - known - {"DISCOD_TEST_REQUIRE_ALL"} == set(), path.name
+
+
+def test_every_argument_of_connect_is_documented() -> None:
+    """Else the client's options would be known to readers of the source alone."""
+    section = README.partition("## Options of the client")[2]
+    for name in inspect.signature(disco_client.connect).parameters:
+        assert f"| `{name}` |" in section
+
+
+def test_exit_codes_are_documented() -> None:
+    """Else a service manager's rules would be guesswork."""
+    text = README.partition("Exit codes:")[2].partition("\n\n")[0]
+    spans = [(int(a), int(b or a)) for a, b in re.findall(r"(\d+)(?: to (\d+))?", text)]
+    documented = {code for first, last in spans for code in range(first, last + 1)}
+    assert documented == {code.value for code in Exit} - {Exit.OK, Exit.CRASHED}
+
+
+@pytest.mark.parametrize("line", shell_lines(README))
+def test_readme_command_exists(line: str) -> None:
+    """Else the first thing that a reader types fails."""
+    words = [word for word in shlex.split(line) if not re.match(r"[A-Z_]+=", word)]
+    program, arguments = words[0], words[1:]
+    if program == "make":
+        check_make_targets(arguments)
+    elif program == "discod":
+        main.make_context("discod", arguments)
+    else:
+        assert program in PROGRAMS
+
+
+def test_commands_in_the_text_exist() -> None:
+    """Else the documents would name targets, modules or subcommands that are gone."""
+    for path in DOCUMENTS:
+        text = path.read_text()
+        check_make_targets(re.findall(r"\bmake ([a-z-]+)[` ]+ *(?:#|`|$)", text, re.MULTILINE))
+        for module in re.findall(r"python -m ([\w.]+)", text):
+            assert importlib.util.find_spec(module), f"{path.name}: python -m {module}"
+        for subcommand in re.findall(r"`discod ([a-z]+)", text):
+            assert subcommand in main.commands, f"{path.name}: discod {subcommand}"
+
+
+def check_make_targets(targets: list[str]) -> None:
+    """Each is a target of the Makefile."""
+    for target in targets:
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_files(path: Path) -> None:
+    """Else a reader would follow a link to nothing."""
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
+
+
+def test_changelog_has_this_version_on_top() -> None:
+    """Else a release would go out without its changes, or with another one's."""
+    first = re.search(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first is not None
+    assert first[1] == discod.__version__
