@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
-import disco_client
 import torch
 import torch.distributed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+import disco_client
 from examples.demo.messages import DISCOD, PLAIN, Offloaded, Settings, StepReport
 from examples.demo.model import GPT, Checkpoint, batch, standard_library_text
 
