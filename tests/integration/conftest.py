@@ -70,6 +70,22 @@ def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
     return start_daemon()
 
 
+@pytest.fixture(scope="module")
+def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """One daemon for all tests of a module that must do it no harm: it is not started each time."""
+    path = tmp_path_factory.mktemp("shared")
+    scratch = path / "scratch"
+    scratch.mkdir()
+    socket_dir = Path(tempfile.mkdtemp(prefix="discod-test-"))
+    daemon = Daemon(scratch=scratch, socket_dir=socket_dir, log_path=path / "daemon.log")
+    try:
+        daemon.wait_until_ready()
+        yield daemon
+    finally:
+        daemon.close()
+        shutil.rmtree(socket_dir)
+
+
 @pytest.fixture
 def raw_client() -> Iterator[Callable[..., RawClient]]:
     """``raw_client(daemon, ...)``: an attached :class:`RawClient`, closed after the test."""

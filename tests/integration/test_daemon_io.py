@@ -20,6 +20,12 @@ Start = Callable[..., Daemon]
 Connect = Callable[..., RawClient]
 
 
+@pytest.fixture
+def shared(shared_daemon: Daemon, raw_client: Connect) -> RawClient:
+    """A client of a daemon that other tests use too."""
+    return raw_client(shared_daemon)
+
+
 def fill(client: RawClient, start: int, length: int) -> bytes:
     """Put random bytes into the arena."""
     data = os.urandom(length)
@@ -356,22 +362,3 @@ class TestDevices:
         for _ in range(200):
             assert isinstance(client.read(1 << 40, 0, P), Failed)
         assert daemon.log.count("failed") < 5
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One client for all tests that do no harm to their daemon."""
-    import shutil
-    import tempfile
-
-    scratch = tmp_path_factory.mktemp("shared")
-    socket_dir = Path(tempfile.mkdtemp(prefix="discod-test-"))
-    daemon = Daemon(scratch=scratch, socket_dir=socket_dir, log_path=scratch.parent / "shared.log")
-    try:
-        daemon.wait_until_ready()
-        client = RawClient(socket_dir)
-        yield client
-        client.close()
-    finally:
-        daemon.close()
-        shutil.rmtree(socket_dir)
