@@ -262,6 +262,28 @@ def test_a_load_without_room_can_be_tried_again(group: Group) -> None:
     assert simulation.residency.prefetch_misses <= 1
 
 
+def test_prefetch_takes_no_room_while_a_load_waits_for_some(group: Group) -> None:
+    """Else small blobs that are needed later keep a large one out that is needed now."""
+    simulation = Simulation(6)
+    (large,) = on_disk(simulation, group, 1, pages=4)
+    (small,) = on_disk(simulation, group, 1)
+    filling = simulation.try_place(1, group)
+    kept = [simulation.save(1, group) for _ in range(2)]
+    loans = [simulation.load(blob) for blob in (*kept, kept[0])]
+    simulation.complete_all()
+    assert simulation.residency.state(small) is State.CLEAN
+    assert not simulation.try_load(large)
+    assert simulation.residency.state(small) is State.DISK
+    simulation.reads.clear()
+    simulation.unpin(loans[0])
+    assert simulation.reads == []
+    assert filling is not None
+    simulation.fill(filling)
+    simulation.unpin(loans[1])
+    simulation.use(large)
+    assert simulation.reads[0] == large
+
+
 def test_a_load_that_is_not_called_again_blocks_nobody(group: Group) -> None:
     """Else an interrupted load keeps its slot for ever."""
     simulation = Simulation(2)
@@ -470,16 +492,33 @@ def test_a_full_disk_is_an_error_after_one_more_try(group: Group) -> None:
 
 
 def test_room_on_a_full_disk_is_used_when_extents_are_freed(group: Group) -> None:
-    """Else one full moment keeps the rest of a long step out of the scratch."""
-    simulation = Simulation(4)
+    """Else one full moment keeps the rest of a long step out of the scratch, or it is tried again
+    when nothing has changed."""
+    simulation = Simulation(16)
     (old,) = on_disk(simulation, group, 1)
-    for _ in range(4):
-        simulation.save(1, group)
+    blobs = [simulation.save(2, group) for _ in range(7)]
+    simulation.save(1, group)
+    assert writes(simulation) == blobs[:1], "over the watermark of two pages"
     fail_writes(simulation, Failure.DISK_FULL)
+    simulation.free(simulation.save(1, group))
+    assert not simulation.ops
     simulation.free(old)
-    assert simulation.try_place(1, group) is None
-    simulation.complete_all()
-    assert simulation.try_place(1, group) is not None
+    simulation.save(1, group)
+    assert writes(simulation) == blobs[:1]
+
+
+def test_extents_that_were_never_written_are_no_room_on_a_full_disk(group: Group) -> None:
+    """Else each write that a full disk refuses lets another one try."""
+    simulation = Simulation(16)
+    blobs = [simulation.save(2, group) for _ in range(8)]
+    assert writes(simulation) == blobs[:1]
+    assert simulation.try_place(4, group) is None
+    assert writes(simulation) == blobs[:2]
+    simulation.complete(blobs[0], Failure.DISK_FULL)
+    simulation.free(blobs[1])
+    simulation.complete(blobs[1])
+    simulation.save(1, group)
+    assert not simulation.ops
 
 
 def test_retry_disk_and_a_new_cycle_try_again(group: Group) -> None:
@@ -642,7 +681,31 @@ def test_a_group_at_its_limit_does_not_hold_up_another() -> None:
     assert len(reads(simulation)) == 3
 
 
-# Prefetch
+# Prefetch and the watermark
+
+
+def test_writes_for_the_watermark_end_with_the_first_load(group: Group) -> None:
+    """Else backward writes what it is about to use."""
+    simulation = Simulation(8)
+    blobs = [simulation.save(1, group) for _ in range(7)]
+    placed = simulation.try_place(1, group)
+    assert placed is not None
+    simulation.unpin(simulation.load(blobs[-1]))
+    simulation.fill(placed)
+    assert not simulation.ops
+
+
+def test_prefetch_begins_when_all_planned_saves_are_made(group: Group) -> None:
+    """Else the first load of backward waits although the disk was idle before it."""
+    simulation = Simulation(4)
+    for cycle in range(2):
+        blobs = [simulation.save(1, group) for _ in range(6)]
+        simulation.complete_all()
+        for blob in blobs[4:]:
+            simulation.free(blob)
+        assert reads(simulation) == ([] if cycle == 0 else [blobs[0]])
+        for blob in blobs[3::-1]:
+            simulation.use(blob)
 
 
 def test_prefetch_goes_on_by_itself_after_a_load_and_pauses_while_saving(group: Group) -> None:
