@@ -22,15 +22,19 @@ class Room:
         """A slot, or None: wait. When it raises, there are no instructions.
 
         A full disk is tried once more before that, since others may have made room, and not again
-        until a write worked or this has raised: a full disk neither hangs nor spins.
+        until a write worked, a slot was found, or this has raised: a full disk neither hangs nor
+        spins.
 
         Raises:
             ArenaFull, ScratchFull, ScratchError: Nothing is in flight, so waiting is pointless.
         """
         held = self._held
         slot = self.make(size_bytes)
-        if slot is not None or held.in_flight:
+        if slot is not None:
+            self._retried_full = False
             return slot
+        if held.in_flight:
+            return None
         for blob in list(held.waiting.values()):
             # Read for a load that was not called again. It may yet be, so it goes last.
             if blob.state is State.CLEAN:

@@ -296,7 +296,10 @@ def check_invariants(simulation: Simulation) -> None:
         elif blob.lost and blob.io is None:
             assert blob.state in {State.LOST, State.FREED}
         assert blob.ranking is held._ranking_for(blob)
-        assert blob.ranking is None or any(b is blob for b in blob.ranking)
+        if blob.ranking is not None:
+            key, ranked = blob.ranking._blobs[blob.id]
+            assert ranked is blob
+            assert abs(key) == abs(held.next_use(blob)), "ranked by an order that is over"
         assert not blob.wanted or (blob.state is State.DIRTY and not blob.group.may_write)
         assert blob.leaving == (
             blob.wanted

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disco_client import extents
@@ -35,7 +35,7 @@ class NaiveAllocator:
         return max((page + 1 for page, used in enumerate(self.pages) if used), default=0)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=100)
 @given(
     capacity=st.integers(1, 60),
     chunk=st.sampled_from([2, 3, 128]),

@@ -1,7 +1,7 @@
 """What is learned from a cycle: next uses, what to write at once, and when it no longer holds."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disco_client import plan as plan_module
@@ -9,6 +9,8 @@ from disco_client.plan import Event, Order, Plan, staging_bytes
 from discod.wire import PAGE_BYTES
 
 Trace = list[tuple[Event, int]]
+
+ON_ANY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 MICROBATCHES, LAYERS, DEPTH = 6, 5, 3
 
@@ -44,7 +46,7 @@ def planned(sizes: list[int], trace: Trace, capacity: int) -> Plan:
     return Plan([size * PAGE_BYTES for size in sizes], trace, capacity * PAGE_BYTES)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(ON_ANY_MACHINE, max_examples=100)
 @given(count=st.integers(1, 30), size=st.integers(1, 4), spare=st.integers(0, 130))
 def test_forward_and_backward_write_the_oldest_that_do_not_fit(
     count: int, size: int, spare: int
@@ -56,7 +58,7 @@ def test_forward_and_backward_write_the_oldest_that_do_not_fit(
     assert plan.write_at_once == set(range(max(0, count - fitting)))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(ON_ANY_MACHINE, max_examples=100)
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=40), part=st.floats(0, 1))
 def test_blobs_of_several_sizes_write_the_oldest_within_the_holes(
     sizes: list[int], part: float

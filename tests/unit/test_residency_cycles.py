@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from disco_client.residency import Counters, Group
@@ -17,6 +17,8 @@ from discod.wire.messages import Failure
 from tests.helpers.simulation import Simulation
 
 Step = tuple[str, int]
+
+ON_ANY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def forward(*indices: int) -> list[Step]:
@@ -78,7 +80,7 @@ class Trainer:
 both_speeds = pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(ON_ANY_MACHINE, max_examples=40)
 @given(
     count=st.integers(1, 30),
     size=st.integers(1, 3),
@@ -104,7 +106,7 @@ def test_from_the_second_cycle_on_exactly_the_oldest_that_do_not_fit_are_written
             assert cycle.prefetch_hits == excess
 
 
-@settings(deadline=None, max_examples=40)
+@settings(ON_ANY_MACHINE, max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=30),
     part=st.floats(0, 1),
@@ -203,7 +205,7 @@ def test_batches_of_varying_length_keep_what_was_learned(fast: bool) -> None:
         assert learned.prefetch_misses < unlearned.prefetch_misses
 
 
-@settings(deadline=None, max_examples=40)
+@settings(ON_ANY_MACHINE, max_examples=40)
 @given(data=st.data())
 def test_any_orders_in_any_turn(data: st.DataObject) -> None:
     """Else some change of pattern makes residency lose data, hang, or leak."""
