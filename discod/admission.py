@@ -83,7 +83,7 @@ class Admission:
         inodes = {inode(fd) for fd in fds[1:]}
         try:
             self._check(attach, fds, inodes)
-        except (Inadmissible, BadArena) as error:
+        except (Inadmissible, BadArena, OSError) as error:
             close_fds(fds)
             decided(error)
             return

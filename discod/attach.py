@@ -168,8 +168,8 @@ class Handshake:
         elif hello.protocol != PROTOCOL_VERSION:
             self.refuse(
                 f"the daemon is discod {__version__} with protocol {PROTOCOL_VERSION}, the client "
-                f"is {hello.version:.40} with protocol {hello.protocol}; run the same version of "
-                "discod on both sides"
+                f"is {hello.version[:40]!r} with protocol {hello.protocol}; run the same version "
+                "of discod on both sides"
             )
         else:
             self._greeted = True

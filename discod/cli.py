@@ -4,7 +4,6 @@ Only what the help text needs is imported at the top; the daemon starts in a fra
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -145,8 +144,7 @@ def main(
         server = Server(config)
     except StartupError as error:
         click.echo(f"discod: {error}", err=True)
-        sys.stderr.flush()
-        os._exit(error.code)
+        sys.exit(error.code)
     sys.exit(server.run())
 
 
@@ -159,7 +157,10 @@ def status(as_json: bool, socket_dir: Path | None) -> None:
 
     try:
         text = fetch_status(socket_dir or default_socket_dir())
-    except (NoStatus, SocketPathTooLong) as error:
+    except SocketPathTooLong as error:
+        click.echo(f"discod: {error}", err=True)
+        sys.exit(Exit.SOCKET_PATH_TOO_LONG)
+    except NoStatus as error:
         click.echo(f"discod: {error}", err=True)
         sys.exit(Exit.NO_DAEMON)
     if as_json:

@@ -24,13 +24,11 @@ from functools import partial
 
 from discod.admission import Admission, Admitted, close_fds, inode
 from discod.attach import Handshake, Peer
-from discod.checksum import Mode
 from discod.chores import Chores
 from discod.loop import Loop
 from discod.tenant import Tenant, Who
-from discod.trimming import Trimmer
 from discod.wire.fds import send_message
-from discod.wire.messages import IDENTITY_BYTES, Attach, Attached, Reply, Welcome
+from discod.wire.messages import IDENTITY_BYTES, Attach, Attached, Welcome
 from discod.wire.sizes import format_size
 
 ACCEPT_PAUSE_SECONDS = 0.5
@@ -56,11 +54,10 @@ class Clients:
         loop: The event loop.
         chores: For slow calls.
         admission: Decides who is let in.
-        mode: The checksum to take of what is written.
         listener: The attach socket.
-        welcome: Makes the greeting; with the daemon's epoch in it.
+        welcome: Makes the greeting.
         status: Makes the status as JSON.
-        answer: Sends an answer to the client with an identity.
+        make_tenant: Makes the tenant with this identity.
         changed: Called when a client has attached, and when one is gone.
     """
 
@@ -69,11 +66,10 @@ class Clients:
         loop: Loop,
         chores: Chores,
         admission: Admission,
-        mode: Mode,
         listener: socket.socket,
         welcome: Callable[[], Welcome],
         status: Callable[[], str],
-        answer: Callable[[bytes, Reply], None],
+        make_tenant: Callable[[bytes, Who, Admitted], Tenant],
         changed: Callable[[], None],
     ) -> None:
         self.welcome = welcome
@@ -81,11 +77,9 @@ class Clients:
         self._loop = loop
         self._chores = chores
         self._admission = admission
-        self._mode = mode
         self._listener = listener
-        self._answer = answer
+        self._make_tenant = make_tenant
         self._changed = changed
-        self._trimmer = Trimmer(loop, chores)
         self._handshakes: set[Handshake] = set()
         self._waiting: list[Callable[[], None]] = []
         self._clients: dict[bytes, Client] = {}
@@ -190,23 +184,16 @@ class Clients:
         lifeline, peer = handshake.accept()
         # ZeroMQ takes no identity that begins with a zero byte.
         identity = b"\x01" + os.urandom(IDENTITY_BYTES - 1)
-        tenant = Tenant(
-            Who(peer.pid, peer.uid, attach.rank, attach.command),
-            self.welcome().epoch,
-            admitted.mapping,
-            admitted.files,
-            self._mode,
-            partial(self._answer, identity),
-            self._trimmer.idle,
-        )
+        who = Who(peer.pid, peer.uid, attach.rank)
+        tenant = self._make_tenant(identity, who, admitted)
         self._clients[identity] = client = Client(tenant, identity, lifeline, peer)
         self._loop.add_reader(lifeline.fileno(), partial(self._lifeline_readable, client))
         if peer.pidfd is not None:
             ended = partial(self._close, client, "its process ended", gone=True)
             self._loop.add_reader(peer.pidfd, ended)
         _log.info(
-            "%s %s, arena %s: %.80s",
-            tenant.who,
+            "%s %s, arena %s: %.80r",
+            who,
             "resumed" if attach.resume else "attached",
             format_size(attach.arena_bytes),
             attach.command,

@@ -20,10 +20,11 @@ import os
 import resource
 import signal
 import socket
+from functools import partial
 from typing import cast
 
 from discod import __version__
-from discod.admission import Admission, Device
+from discod.admission import Admission, Admitted, Device
 from discod.budget import Budget
 from discod.chores import Chores
 from discod.clients import Clients
@@ -36,6 +37,8 @@ from discod.router import Router
 from discod.socket_dir import SocketDir
 from discod.status import make_status
 from discod.storage import Directory
+from discod.tenant import Tenant, Who
+from discod.trimming import Trimmer
 from discod.wire import PROTOCOL_VERSION
 from discod.wire.codec import WireError, decode, encode
 from discod.wire.messages import (
@@ -77,7 +80,7 @@ class Server:
         config: Its options.
 
     Raises:
-        StartupError: It cannot start; nothing is left behind.
+        StartupError: It cannot start; what it has locked by then is free when the process exits.
     """
 
     def __init__(self, config: Config) -> None:
@@ -102,20 +105,23 @@ class Server:
         self._draining = False
         self._signal = 0
         self._idle_timer: Timer | None = None
+        self._trimmer = Trimmer(self._loop, self._chores)
+        listener = self._socket_dir.listen()
         try:
             self._router = Router(self._socket_dir.io_path)
         except OSError as error:
+            listener.close()
+            self._socket_dir.remove_sockets()
             raise self._socket_dir.unusable(error) from error
         self._loop.add_reader(self._router.fd, lambda: None)  # received in every round: _more()
         self._clients = Clients(
             self._loop,
             self._chores,
             Admission(self._devices, self._ram, self._disk, self._chores),
-            config.checksum,
-            self._socket_dir.listen(),
+            listener,
             self._welcome,
             self._status,
-            self._answer,
+            self._make_tenant,
             self._clients_changed,
         )
         self._watch_signals()
@@ -144,6 +150,9 @@ class Server:
         finally:
             self._router.close()
             self._socket_dir.remove_sockets()
+        if not self._clients.in_flight:
+            for engine in {device.engine for device in self._devices}:
+                engine.stop()
         return Exit.OK
 
     def _more(self) -> bool:
@@ -174,6 +183,17 @@ class Server:
             text = "its sender is not attached"
             reply = Failed(request.seq, request.epoch, Failure.REFUSED, 0, text)
             self._router.send(identity, encode(reply))
+
+    def _make_tenant(self, identity: bytes, who: Who, admitted: Admitted) -> Tenant:
+        return Tenant(
+            who,
+            self._epoch,
+            admitted.mapping,
+            admitted.files,
+            self._config.checksum,
+            partial(self._answer, identity),
+            self._trimmer.idle,
+        )
 
     def _answer(self, identity: bytes, reply: Reply) -> None:
         if not self._router.send(identity, encode(reply)):

@@ -8,6 +8,7 @@ import errno
 import logging
 import mmap
 import os
+import re
 import stat
 import tempfile
 from pathlib import Path
@@ -53,7 +54,7 @@ class Directory:
         self._lock_fd = self._lock()
         try:
             self._remove_stale()
-            self.fs_type = _fs_type(os.fstat(self._lock_fd).st_dev)
+            self.fs_type = _fs_type(path)
             self.direct, self.device = self._probe()
         except OSError as error:
             os.close(self._lock_fd)
@@ -190,11 +191,17 @@ def _write_and_read(fd: int) -> None:
             raise OSError(errno.EIO, "short or wrong read")
 
 
-def _fs_type(device: int) -> str:
-    """The file system's type by its device number, as /proc/self/mountinfo has it."""
-    wanted = f"{os.major(device)}:{os.minor(device)}"
+def _fs_type(path: Path) -> str:
+    """The type of the file system that ``path`` is on, as /proc/self/mountinfo has it.
+
+    By mount point: the device numbers there are not those of stat(2) for btrfs or overlayfs.
+    """
+    fs_type, longest = "unknown file system", -1
     with contextlib.suppress(OSError, ValueError, IndexError):
+        real = path.resolve()
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            if line.split()[2] == wanted:
-                return line.split(" - ", 1)[1].split()[0]
-    return "unknown file system"
+            mount_point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), line.split()[4])
+            # Of several on one point the last hides the others.
+            if real.is_relative_to(mount_point) and len(mount_point) >= longest:
+                fs_type, longest = line.split(" - ", 1)[1].split()[0], len(mount_point)
+    return fs_type

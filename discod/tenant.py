@@ -8,6 +8,7 @@ import errno
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,7 +53,6 @@ class Who:
     pid: int
     uid: int
     rank: int
-    command: str
 
     def __str__(self) -> str:
         rank = f", rank {self.rank}" if self.rank >= 0 else ""
@@ -172,9 +172,10 @@ class Tenant:
             discard: The client has gone for good: free its disk space even if a process that it
                 forked holds the files.
         """
-        self._mapping.close()
-        for file in self.files:
-            file.scratch.close(discard=discard)
+        with ExitStack() as rest:
+            for file in self.files:
+                rest.callback(file.scratch.close, discard=discard)
+            self._mapping.close()
 
     def _write(self, request: Write) -> None:
         file = self._check(request)

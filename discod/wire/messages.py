@@ -76,7 +76,10 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """Daemon: the ZeroMQ identity to use; fds: one ``O_PATH`` scratch file per directory."""
+    """Daemon: the ZeroMQ identity to use; fds: one ``O_PATH`` scratch file per directory.
+
+    None when the client resumes: it has them, and files keep the numbers they had.
+    """
 
     identity: bytes
 

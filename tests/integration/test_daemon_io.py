@@ -161,21 +161,21 @@ def test_read_of_what_was_never_written(shared: RawClient) -> None:
 
 
 class Slow:
-    """A daemon whose device is kept busy by one huge chunk, so that requests queue up behind."""
+    """A daemon whose device is kept busy by huge chunks, so that requests queue up behind them."""
 
     def __init__(self, start: Start, connect: Connect) -> None:
         self.daemon = start("--threads", "2", "--chunk", "256MiB")
         self.client = connect(self.daemon, 256 * MIB)
 
     def occupy(self) -> list[int]:
-        """The write thread and the read thread are busy for some 100 ms each."""
+        """Both threads are busy for some 100 ms; the first of the requests has begun."""
         self.client.write(0, 0, 256 * MIB)
         whole = {"file": 0, "offset": 0, "slot": 0, "length": 256 * MIB}
-        seqs = [
-            self.client.send(Write, **whole),
-            self.client.send(Read, checksum=b"", urgent=True, **whole),
-        ]
-        eventually(lambda: self.daemon.status()["clients"][0]["in_flight"] == 2)
+        seqs = []
+        for _ in range(3):
+            seqs.append(self.client.send(Write, **whole))
+            seqs.append(self.client.send(Read, checksum=b"", urgent=True, **whole))
+        eventually(lambda: self.daemon.status()["clients"][0]["in_flight"] >= 4)
         return seqs
 
 
@@ -208,7 +208,9 @@ def test_promote(start_daemon: Start, raw_client: Connect) -> None:
         assert isinstance(reply, Done)
         if reply.seq in queued:
             order.append(reply.seq)
-    assert order == [queued[-1], *queued[:-1]]
+    # Two threads: the next one may end first.
+    assert queued[-1] in order[:2]
+    assert set(order) == set(queued)
 
 
 def test_seq_in_use(start_daemon: Start, raw_client: Connect) -> None:

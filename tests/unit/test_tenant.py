@@ -37,7 +37,7 @@ class Held:
         self.quota = Budget(1 << 30)
         scratch = ScratchFile(fd, str(path), direct=True, quota=self.quota)
         self.tenant = Tenant(
-            Who(os.getpid(), os.getuid(), -1, "test"),
+            Who(os.getpid(), os.getuid(), -1),
             EPOCH,
             Mapping(arena, 16 * PAGE),
             [File(scratch, self.engine, 0)],
