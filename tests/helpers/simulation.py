@@ -311,6 +311,8 @@ def check_invariants(simulation: Simulation) -> None:
     assert {b.id for b in blobs if b.filling} == set(simulation.filling)
     assert {b.id for b in blobs if b.state is not State.FREED} == set(simulation.live)
     assert residency.live_blobs == len(simulation.live)
+    assert held.waiting.keys() <= simulation.live.keys()
+    assert all(b.state in ON_DISK and not b.pins for b in held.waiting.values())
     assert sum(b.pins for b in blobs) == len(simulation.loans)
     assert held.in_flight == len(simulation.ops) + len(simulation.filling)
     assert held.leaving_bytes == sum(b.size_bytes for b in blobs if b.leaving)
