@@ -13,7 +13,6 @@ A client that ends has given up what it has on disk. When the daemon hangs up in
 may come back and resume: its files keep their data for as long as it holds them.
 """
 
-import contextlib
 import errno
 import logging
 import os
@@ -25,16 +24,21 @@ from functools import partial
 from discod.admission import Admission, Admitted, close_fds, inode
 from discod.attach import Handshake, Peer
 from discod.chores import Chores
+from discod.logs import RateLimited
 from discod.loop import Loop
 from discod.tenant import Tenant, Who
 from discod.wire.fds import send_message
 from discod.wire.messages import IDENTITY_BYTES, Attach, Attached, Welcome
 from discod.wire.sizes import format_size
 
+MAX_HANDSHAKES = 256
+"""Connections in the conversation at a time; the others wait in the listener's backlog."""
+
 ACCEPT_PAUSE_SECONDS = 0.5
-"""After running out of fds, since the listener would wake the loop without end."""
+"""At most, after running out of fds: the listener would wake the loop without end."""
 
 _log = logging.getLogger(__name__)
+_pauses = RateLimited(_log)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,7 @@ class Clients:
         self._waiting: list[Callable[[], None]] = []
         self._clients: dict[bytes, Client] = {}
         self._accepting = True
+        self._paused = False
         loop.add_reader(listener.fileno(), self._accept)
 
     @property
@@ -122,7 +127,7 @@ class Clients:
         """Close the listener and drop whoever has not got in yet."""
         if self._accepting:
             self._accepting = False
-            with contextlib.suppress(KeyError):
+            if not self._paused:
                 self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
             for handshake in list(self._handshakes):
@@ -136,34 +141,42 @@ class Clients:
 
     def _accept(self) -> None:
         while True:
+            if len(self._handshakes) >= MAX_HANDSHAKES:
+                self._pause(f"{MAX_HANDSHAKES} others are attaching")
+                return
             try:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                    self._pause(error)
+                    self._pause(str(error))
                     return
                 continue  # that connection was gone already
             try:
                 handshake = Handshake(self._loop, self, connection, self._handshake_ended)
             except OSError as error:
                 connection.close()
-                self._pause(error)
+                self._pause(str(error))
                 return
             self._handshakes.add(handshake)
 
-    def _pause(self, error: OSError) -> None:
-        _log.warning("attaches wait for %s s: %s", ACCEPT_PAUSE_SECONDS, error)
+    def _pause(self, reason: str) -> None:
+        """Accept nobody until a connection ends or some time has passed."""
+        _pauses.warning("attaches wait: %s", reason)
+        self._paused = True
         self._loop.remove_reader(self._listener.fileno())
         self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._go_on)
 
     def _go_on(self) -> None:
-        if self._accepting:
+        if self._paused and self._accepting:
+            self._paused = False
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _handshake_ended(self, handshake: Handshake) -> None:
         self._handshakes.discard(handshake)
+        if self._paused:
+            self._loop.post(self._go_on)  # when its fd is closed
 
     def _admit(self, handshake: Handshake, attach: Attach, fds: list[int]) -> None:
         if handshake.open:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -128,6 +129,25 @@ class TestClients:
             client.attach(daemon.socket_dir)
             assert len(daemon.status()["clients"]) == 1
             assert isinstance(client.ask(Ping), Done)
+
+
+class TestFds:
+    def test_none_left(self, start_daemon: Start, raw_client: Connect, socket_dir: Path) -> None:
+        """Out of fds the daemon would die, spin, or never accept anybody again."""
+        daemon = start_daemon(prefix=["prlimit", "--nofile=40:40"])
+        client = raw_client(daemon)
+        assert isinstance(client.ask(Ping), Done)
+        crowd = []
+        for _ in range(60):
+            crowd.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            crowd[-1].connect(str(socket_dir / ATTACH_SOCKET))
+        eventually(lambda: "attaches wait" in daemon.log)
+        assert isinstance(client.write(0, 0, MIB), Done), "those who are in must be served"
+        assert daemon.log.count("attaches wait") == 1
+        for connection in crowd:
+            connection.close()
+        late = raw_client(daemon)
+        assert isinstance(late.write(0, 0, MIB), Done)
 
 
 class TestResume:
