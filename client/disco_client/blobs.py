@@ -72,6 +72,8 @@ class IllegalMove(RuntimeError):
 class Group:
     """The owner of some blobs, one per manager: the limits that are its own.
 
+    Holds nothing else, so that one group may serve several sessions, one after the other.
+
     Args:
         max_prefetch: Most blobs that are prefetched (being read, or in RAM) and not yet loaded;
             0 for no prefetch, None for no limit but the arena.
@@ -89,7 +91,13 @@ class Group:
             raise ValueError(f"max_writes is {max_writes}; it must be at least 1")
         self.max_prefetch = max_prefetch
         self.max_writes = max_writes
-        # The rest is residency's.
+
+
+class Members:
+    """The live blobs of one group in one residency: their numbers, and those that wait."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
         self.live = 0
         self.writing = 0
         self.prefetched = 0
@@ -99,12 +107,12 @@ class Group:
     @property
     def may_write(self) -> bool:
         """Whether one more write may be in flight."""
-        return self.max_writes is None or self.writing < self.max_writes
+        return self.group.max_writes is None or self.writing < self.group.max_writes
 
     @property
     def may_prefetch(self) -> bool:
         """Whether one more blob may be prefetched."""
-        return self.max_prefetch is None or self.prefetched < self.max_prefetch
+        return self.group.max_prefetch is None or self.prefetched < self.group.max_prefetch
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +121,7 @@ class Blob:
 
     id: int
     size_bytes: int
-    group: Group
+    members: Members
     index: int
     """The how-manieth save of its cycle it is, from 0."""
     slot: int | None

@@ -4,7 +4,7 @@
 make, and when, is decided in ``residency.py``.
 """
 
-from disco_client.blobs import Blob, Group, Io, Ranking, State
+from disco_client.blobs import Blob, Group, Io, Members, Ranking, State
 from disco_client.errors import ScratchError
 from disco_client.extents import ExtentAllocator, ScratchSpace
 from disco_client.instructions import Cancel, Instruction, StartRead, StartWrite, WriteFailure
@@ -26,7 +26,7 @@ class Holdings:
         self.arena = ExtentAllocator(capacity_bytes)
         self.scratch = ScratchSpace(files)
         self.blobs: dict[int, Blob] = {}
-        self.groups: dict[Group, None] = {}
+        self.groups: dict[Group, Members] = {}
         """Those with live blobs."""
         self.clean = Ranking(farthest_first=True)
         """What can be evicted: CLEAN, not on loan, not waited for."""
@@ -70,17 +70,22 @@ class Holdings:
         for ranking in (self.clean, self.dirty):
             for blob in ranking:
                 self.settle(blob)
-        for group in self.groups:
-            for blob in (*group.on_disk, *group.wanted):
+        for members in self.groups.values():
+            for blob in (*members.on_disk, *members.wanted):
                 self.settle(blob)
 
     def next_use(self, blob: Blob) -> int:
         """A number that is the greater the later the blob is needed."""
         return self._order.next_use(blob.index, blob.used)
 
+    def leave(self, members: Members) -> None:
+        """Forget the members of a group of which nothing is left."""
+        if members.live == 0 and members.writing == 0:
+            self.groups.pop(members.group, None)
+
     def set_prefetched(self, blob: Blob, prefetched: bool) -> None:
         """Note that the blob counts, or no longer, towards its group's ``max_prefetch``."""
-        blob.group.prefetched += prefetched - blob.prefetched
+        blob.members.prefetched += prefetched - blob.prefetched
         blob.prefetched = prefetched
 
     def set_leaving(self, blob: Blob, leaving: bool) -> None:
@@ -95,11 +100,11 @@ class Holdings:
             case State.CLEAN:
                 return self.clean
             case State.DIRTY if blob.wanted:
-                return blob.group.wanted
+                return blob.members.wanted
             case State.DIRTY if blob.save_error is None:
                 return self.dirty
             case State.DISK if not blob.used and blob.read_error is None:
-                return blob.group.on_disk
+                return blob.members.on_disk
         return None
 
     # Slots
@@ -142,7 +147,7 @@ class Holdings:
 
     def want_write(self, blob: Blob) -> None:
         """Start a DIRTY blob's write, now or when its group may; or not, where no file takes it."""
-        if not blob.group.may_write:
+        if not blob.members.may_write:
             blob.wanted = True
             self.set_leaving(blob, True)
             self.settle(blob)
@@ -153,7 +158,7 @@ class Holdings:
         blob.pieces = pieces
         blob.move(State.WRITING)
         blob.io = Io.WRITE
-        blob.group.writing += 1
+        blob.members.writing += 1
         self.in_flight += 1
         self.set_leaving(blob, True)
         self.settle(blob)
@@ -165,9 +170,9 @@ class Holdings:
             blob.wanted = False
             self.set_leaving(blob, False)
 
-    def start_wanted(self, group: Group) -> None:
+    def start_wanted(self, members: Members) -> None:
         """Start the group's wanted writes, as many as it may."""
-        while group.may_write and (blob := group.wanted.first()) is not None:
+        while members.may_write and (blob := members.wanted.first()) is not None:
             self.drop_want(blob)
             self.settle(blob)
             self.want_write(blob)
@@ -226,7 +231,8 @@ class Holdings:
     def completed(self, blob: Blob) -> None:
         """The blob's I/O is over, its outcome still to be taken in."""
         if blob.io is Io.WRITE:
-            blob.group.writing -= 1
+            blob.members.writing -= 1
+            self.leave(blob.members)
         blob.io = None
         blob.cancelling = False
         self.in_flight -= 1

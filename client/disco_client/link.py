@@ -101,16 +101,18 @@ class Link:
         """Hand over all replies that are there, without waiting. True when there was any."""
         if self.lost:
             return False
-        any_reply = False
-        for reply in self._received():
-            any_reply = True
+        replies = list(self._received())
+        # ZeroMQ reconnects by itself: these may be a new daemon's, which does not know us yet and
+        # refuses. The old one's end is seen on the lifeline before that. All is sent again.
+        if not replies or self._hung_up():
+            return False
+        self._last_word = time.monotonic()
+        self._asked_at = None
+        for reply in replies:
             pending = self._pending.pop(reply.seq, None) if reply.epoch == self._epoch else None
             if pending is not None:
                 pending.answer(reply)
-        if any_reply:
-            self._last_word = time.monotonic()
-            self._asked_at = None
-        return any_reply
+        return True
 
     def wait(self, timeout: float) -> None:
         """Until a reply, :meth:`wake` or the daemon's end, or ``timeout`` seconds.

@@ -71,8 +71,8 @@ class Reader:
         while limit is None or started < limit:
             candidates = [
                 blob
-                for group in self._held.groups
-                if group.may_prefetch and (blob := group.on_disk.first()) is not None
+                for members in self._held.groups.values()
+                if members.may_prefetch and (blob := members.on_disk.first()) is not None
             ]
             if not candidates:
                 return

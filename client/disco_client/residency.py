@@ -12,7 +12,7 @@ is free only when nothing in flight touches it any more, whatever became of its 
 (:meth:`Holdings.release`).
 """
 
-from disco_client.blobs import Blob, Group, Io, State
+from disco_client.blobs import Blob, Group, Io, Members, State
 from disco_client.errors import (
     BlobModified,
     BlobTooLarge,
@@ -116,12 +116,14 @@ class Residency:
         slot = self._room.need(size_bytes)
         if slot is None:
             return None, self._held.take_instructions()
-        blob = Blob(self._next_id, size_bytes, group, self._order.save(size_bytes), slot)
+        members = self._held.groups.get(group)
+        if members is None:
+            members = self._held.groups[group] = Members(group)
+        blob = Blob(self._next_id, size_bytes, members, self._order.save(size_bytes), slot)
         self._next_id += 1
         self._held.blobs[blob.id] = blob
-        self._held.groups[group] = None
         self._held.in_flight += 1
-        group.live += 1
+        members.live += 1
         self.live_blobs += 1
         self._largest_bytes = max(self._largest_bytes, size_bytes)
         return blob.id, self._held.take_instructions()
@@ -303,7 +305,7 @@ class Residency:
                 and record.ranking is self._held.dirty
             ):
                 self._held.want_write(record)
-        self._held.start_wanted(record.group)
+        self._held.start_wanted(record.members)
         return self._advance()
 
     def read_done(
@@ -447,9 +449,8 @@ class Residency:
         held.settle(blob)
         held.release(blob)
         self._order.free(blob.index)
-        blob.group.live -= 1
-        if blob.group.live == 0:
-            del held.groups[blob.group]
+        blob.members.live -= 1
+        held.leave(blob.members)
         self.live_blobs -= 1
         if self.live_blobs == 0:
             self._end_cycle()

@@ -300,7 +300,7 @@ def check_invariants(simulation: Simulation) -> None:
             key, ranked = blob.ranking._blobs[blob.id]
             assert ranked is blob
             assert abs(key) == abs(held.next_use(blob)), "ranked by an order that is over"
-        assert not blob.wanted or (blob.state is State.DIRTY and not blob.group.may_write)
+        assert not blob.wanted or (blob.state is State.DIRTY and not blob.members.may_write)
         assert blob.leaving == (
             blob.wanted
             or (blob.state is State.WRITING and not blob.cancelling)
@@ -319,13 +319,18 @@ def check_invariants(simulation: Simulation) -> None:
     for ranking in (held.clean, held.dirty):
         assert ranking.total_bytes == sum(b.size_bytes for b in ranking)
     for group in simulation.groups:
-        own = [b for b in blobs if b.group is group]
-        assert group.live == sum(b.state is not State.FREED for b in own)
-        assert (group in held.groups) == (group.live > 0)
-        assert group.writing == sum(b.io is Io.WRITE for b in own)
-        assert group.prefetched == sum(b.prefetched for b in own)
-        assert group.max_writes is None or group.writing <= group.max_writes
-        assert group.max_prefetch is None or group.prefetched <= group.max_prefetch
+        own = [b for b in blobs if b.members.group is group]
+        members = held.groups.get(group)
+        if members is None:
+            assert all(b.state is State.FREED and b.io is not Io.WRITE for b in own)
+            continue
+        assert all(b.members is members for b in own if b.state is not State.FREED)
+        assert members.live == sum(b.state is not State.FREED for b in own)
+        assert members.writing == sum(b.io is Io.WRITE for b in own)
+        assert members.live or members.writing
+        assert members.prefetched == sum(b.prefetched for b in own)
+        assert group.max_writes is None or members.writing <= group.max_writes
+        assert group.max_prefetch is None or members.prefetched <= group.max_prefetch
 
 
 def _check_disjoint(extents: list[tuple[int, int]]) -> None:

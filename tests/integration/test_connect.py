@@ -223,6 +223,29 @@ def test_a_forked_child_attaches_by_itself(
     assert connection.current() is not None
 
 
+def test_attaching_again_after_leaving_blobs_behind(
+    attach_to: Callable[..., None], daemon: Any
+) -> None:
+    """Blobs that died with the first attachment must not come up in the second."""
+    leaf = torch.randn(1 << 18, requires_grad=True)
+    for _ in range(3):
+        attach_to(daemon, arena="2MiB")
+        hidden, kept = leaf * 1.0, []
+        for _ in range(8):
+            hidden = disco_client.checkpoint(torch.sin, hidden)
+            kept.append(hidden)
+        disco_client.close()
+        with pytest.raises(disco_client.HandleReleased, match="detached"):
+            hidden.sum().backward()
+    attach_to(daemon, arena="2MiB")
+    for _ in range(3):
+        leaf.grad, hidden = None, leaf * 1.0
+        for _ in range(8):
+            hidden = disco_client.checkpoint(torch.sin, hidden)
+        hidden.sum().backward()
+    assert disco_client.stats().live_blobs == 0
+
+
 def test_close_while_another_thread_waits(attach: Attach, daemon: Any) -> None:
     """The waiting call ends with an error that says so, and nothing hangs or crashes."""
     attach(arena="2MiB")

@@ -4,7 +4,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from disco_client.blobs import LEGAL_MOVES, Blob, IllegalMove
+from disco_client.blobs import LEGAL_MOVES, Blob, IllegalMove, Members
 from disco_client.errors import (
     ArenaFull,
     BlobCorrupted,
@@ -66,7 +66,7 @@ def reads(simulation: Simulation) -> list[int]:
 @pytest.mark.parametrize(("start", "to"), list(product(State, State)))
 def test_only_legal_moves_are_made(start: State, to: State, group: Group) -> None:
     """Else a fault in the accounts goes on as wrong data instead of an error with its history."""
-    blob = Blob(id=17, size_bytes=PAGE_BYTES, group=group, index=0, slot=0)
+    blob = Blob(id=17, size_bytes=PAGE_BYTES, members=Members(group), index=0, slot=0)
     blob.state, blob.history = start, [State.FILLING, start]
     if (start, to) in LEGAL_MOVES:
         blob.move(to)
@@ -93,7 +93,7 @@ def test_the_table_has_the_moves_of_the_design() -> None:
 
 def test_history_does_not_grow_for_ever(group: Group) -> None:
     """Else a blob that is loaded again and again takes more and more memory."""
-    blob = Blob(id=1, size_bytes=PAGE_BYTES, group=group, index=0, slot=0)
+    blob = Blob(id=1, size_bytes=PAGE_BYTES, members=Members(group), index=0, slot=0)
     for state in (State.DIRTY, State.WRITING, State.CLEAN):
         blob.move(state)
     for state in (State.DISK, State.READING, State.CLEAN) * 100:
@@ -667,7 +667,7 @@ def test_no_more_is_prefetched_than_the_limit(limit: int) -> None:
     assert reads(simulation) == blobs[::-1][:limit]
     simulation.complete_all()
     simulation.use(blobs[-1])
-    assert group.prefetched == limit
+    assert simulation.residency._held.groups[group].prefetched == limit
 
 
 def test_a_group_at_its_limit_does_not_hold_up_another() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from disco_client.residency import Counters, Group
 from discod.wire import PAGE_BYTES
 from discod.wire.messages import Failure
-from tests.helpers.simulation import Simulation
+from tests.helpers.simulation import Simulation, check_invariants
 
 Step = tuple[str, int]
 
@@ -272,8 +272,24 @@ def test_two_managers_share_an_arena() -> None:
         for blob in reversed(blobs):
             simulation.use(blob)
             simulation.complete_all()
-        assert one.live == two.live == one.prefetched == two.prefetched == 0
+        assert not simulation.residency._held.groups
     assert simulation.residency.last_cycle.read_bytes <= 13 * PAGE_BYTES
+
+
+def test_a_group_outlives_the_residency_it_was_used_with() -> None:
+    """Else a manager that is used after a new attach reads blobs that only the old one had."""
+    group = Group(max_prefetch=2, max_writes=1)
+    left_behind = Simulation(4)
+    for _ in range(8):
+        left_behind.save(1, group)
+        left_behind.complete_all()
+    simulation = Simulation(4)
+    for _ in range(3):
+        blobs = [simulation.save(1, group) for _ in range(8)]
+        for blob in reversed(blobs):
+            simulation.use(blob)
+            simulation.complete_all()
+            check_invariants(simulation)
 
 
 def test_a_graph_kept_for_a_second_backward_is_read_again() -> None:

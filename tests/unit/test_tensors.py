@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from disco_client.errors import UnsupportedTensor
-from disco_client.tensors import copy_in, describe, rebuild
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from disco_client.errors import UnsupportedTensor
+from disco_client.tensors import copy_in, describe, rebuild
 
 CPU = torch.device("cpu")
 
