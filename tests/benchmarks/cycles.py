@@ -32,11 +32,17 @@ class Phase:
 
 @dataclass(slots=True)
 class CallTimes:
-    """Seconds of single calls on the caller's thread, without waits for the disk."""
+    """Seconds of single calls on the caller's thread, without waits for the disk.
+
+    The CPU time of the thread tells the call's own cost from being moved aside by the processes
+    that it wakes, of which there is much when no core is free.
+    """
 
     save: list[float] = field(default_factory=list)
+    save_cpu: list[float] = field(default_factory=list)
     memcpy: list[float] = field(default_factory=list)
     """A plain ``copy_`` of the same bytes into warm memory of the arena's kind."""
+    memcpy_cpu: list[float] = field(default_factory=list)
     load_hit: list[float] = field(default_factory=list)
 
 
@@ -108,24 +114,26 @@ class Cycles:
         for index in range(self._blobs):
             self._stamp(index)
             if index % 2:  # in turns, because the second one finds the source in the cache
-                times.memcpy.append(self._time_memcpy(index))
-            start = time.perf_counter()
+                self._time_memcpy(index, times)
+            start, cpu = time.perf_counter(), time.thread_time()
             self._handles.append(self._manager.save_tensor(self._source))
+            times.save_cpu.append(time.thread_time() - cpu)
             times.save.append(time.perf_counter() - start)
             self._manager.wait_for_save(self._handles[-1])
             if not index % 2:
-                times.memcpy.append(self._time_memcpy(index))
+                self._time_memcpy(index, times)
         start = time.perf_counter()
         tensor = self._manager.load_tensor(self._handles[-1])
         times.load_hit.append(time.perf_counter() - start)
         del tensor
         self.read()
 
-    def _time_memcpy(self, index: int) -> float:
+    def _time_memcpy(self, index: int, times: CallTimes) -> None:
         target = self._targets[index % len(self._targets)]
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.thread_time()
         target.copy_(self._source)
-        return time.perf_counter() - start
+        times.memcpy_cpu.append(time.thread_time() - cpu)
+        times.memcpy.append(time.perf_counter() - start)
 
     def _stamp(self, index: int) -> None:
         self._source[0] = self._source[-1] = index
