@@ -96,9 +96,11 @@ class Session:
         except BaseException:
             with self._section():
                 self._transfers.carry_out(self._residency.abandon(blob))
+                self._tell_waiters()
             raise
         with self._section():
             self._transfers.carry_out(self._residency.filled(blob))
+            self._tell_waiters()
         return blob
 
     def load(self, blob: int, size_bytes: int) -> tuple[memoryview, Loan]:
@@ -218,9 +220,13 @@ class Session:
                 self._take_drop(self._dropped.popleft())
         self.link.check(blocked=False)
         if changed:
-            self._changed.notify_all()
-            if self._polling:
-                self.link.wake()
+            self._tell_waiters()
+
+    def _tell_waiters(self) -> None:
+        """Something changed that another thread may wait for."""
+        self._changed.notify_all()
+        if self._polling:
+            self.link.wake()
 
     def _wait(self, deadline: float | None = None) -> None:
         """Let go of the lock until something may have changed, or the deadline has passed."""
@@ -268,8 +274,8 @@ class Session:
         else:
             self._transfers.carry_out(self._residency.free(what))
             self._transfers.forget(what)
-        if self._residency.live_blobs == 0:
-            self._end_cycle()
+            if self._residency.live_blobs == 0:
+                self._end_cycle()
 
     def _end_cycle(self) -> None:
         """Note the cycle's waits, and tell the daemon that the scratch is not in use."""

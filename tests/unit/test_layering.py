@@ -46,7 +46,16 @@ RULES = (
         exempt=("disco_client.cuda",),
     ),
     Rule(
-        ("disco_client.residency", "disco_client.extents"),
+        (
+            "disco_client.residency",
+            "disco_client.holdings",
+            "disco_client.room",
+            "disco_client.reader",
+            "disco_client.plan",
+            "disco_client.blobs",
+            "disco_client.instructions",
+            "disco_client.extents",
+        ),
         ("torch", "os", "socket", "mmap", "ctypes", "threading", "time", "pathlib"),
         "policy does no I/O, so that it can be simulated",
     ),
