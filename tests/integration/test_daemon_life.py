@@ -114,6 +114,19 @@ class TestClients:
         assert isinstance(client.read(0, 0, MIB, token), Done)
         assert client.arena[:MIB] == data
 
+    def test_lost_its_io_connection(self, daemon: Daemon, raw_client: Connect) -> None:
+        """A client whose answers cannot be delivered would wait for them for ever."""
+        client = raw_client(daemon, 64 * MIB)
+        assert isinstance(client.write(0, 0, 64 * MIB), Done)
+        for _ in range(20):
+            client.send(Write, file=0, offset=0, slot=0, length=64 * MIB)
+        eventually(lambda: daemon.status()["clients"][0]["in_flight"] > 10)
+        client.dealer.close(linger=0)
+        assert client.lifeline.recv(1) == b""
+        client.detach()
+        client.attach(daemon.socket_dir)
+        assert isinstance(client.read(0, 0, 64 * MIB), Done)
+
     def test_back_while_its_io_is_in_flight(self, start_daemon: Start, raw_client: Connect) -> None:
         """Two tenants would have the same file, or the client be turned away for good."""
         daemon = start_daemon("--threads", "2", "--chunk", "256MiB")
