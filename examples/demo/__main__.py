@@ -90,7 +90,7 @@ def verdict(plain: Steps, discod: Steps) -> int:
 @click.option("--layers", default=12, show_default=True, type=click.IntRange(4))
 @click.option(
     "--rows",
-    default=6,
+    default=5,
     show_default=True,
     type=click.IntRange(1),
     help="Texts in each rank's batch.",

@@ -59,6 +59,7 @@ class StepReport:
         parameters: Fingerprint of all parameters after the optimizer's step.
         random_state: Fingerprint of torch's random state after the step.
         seconds: Forward, backward and optimizer; without the fingerprints.
+        cpu_seconds: The process's CPU time in them, all threads.
         peak_bytes: Most resident memory of the process during the step, all of its arena included.
         offloaded: None for plain checkpointing.
     """
@@ -70,6 +71,7 @@ class StepReport:
     parameters: str
     random_state: str
     seconds: float
+    cpu_seconds: float
     peak_bytes: int
     offloaded: Offloaded | None
 

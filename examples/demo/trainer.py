@@ -88,11 +88,11 @@ class Trainer:
         text = batch(self.text, seed=seed, rows=settings.rows, length=settings.length)
         torch.distributed.barrier()
         _reset_peak()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         loss = self.parallel(text)
         loss.backward()
         self.optimizer.step()
-        seconds = time.perf_counter() - start
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
         report = StepReport(
             rank=self.rank,
             step=self.steps,
@@ -104,6 +104,7 @@ class Trainer:
             parameters=fingerprint(self.model.parameters()),
             random_state=fingerprint([torch.get_rng_state()]),
             seconds=seconds,
+            cpu_seconds=cpu_seconds,
             peak_bytes=_peak_bytes(settings.arena_bytes if self.offloads else 0),
             offloaded=_last_cycle() if self.offloads else None,
         )

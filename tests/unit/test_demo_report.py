@@ -32,6 +32,7 @@ def report(step: int, rank: int, *, offloaded: bool) -> StepReport:
         parameters=f"p{step}",
         random_state=f"r{step}{rank}",
         seconds=2.5 if offloaded else 2.0,
+        cpu_seconds=2.2 if offloaded else 2.0,
         peak_bytes=(600 if offloaded else 800) << 20,
         offloaded=Offloaded(192 << 20, 144 << 20, 48 << 20, 144 << 20, 0.25, 0.5)
         if offloaded
@@ -62,6 +63,7 @@ def test_equal_reports_pass() -> None:
     text = show(plain, discod)
     assert "12 of 12 tensors" in text
     assert "1.25 times" in text
+    assert "1.10 times" in text
     assert "200.0 MiB freed" in text
     assert "230.4 MiB/s" in text  # 2 ranks of 288 MiB in 2.5 s
 
