@@ -61,7 +61,7 @@ MESSAGES_PER_ROUND = 256
 MESSAGES_AT_THE_END = 100_000
 """All that is there, and not without end from a client that goes on sending."""
 
-DRAIN_SECONDS = 3.5
+DRAIN_SECONDS = 3.0
 """The exit takes 5 s at most; service managers and schedulers send SIGKILL some time later."""
 DROP_SECONDS = 0.5
 """Then, at most, for the pieces that are in flight when what is queued is dropped."""

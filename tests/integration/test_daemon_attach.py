@@ -294,6 +294,18 @@ class TestMessages:
         client.close()
         other.close()
 
+    def test_requests_after_the_garbage(self, daemon: Daemon, raw_client: Connect) -> None:
+        """I/O would run on an arena that is being unmapped: the daemon would die."""
+        for _ in range(20):
+            client = raw_client(daemon)
+            client.dealer.send(b"garbage")
+            for i in range(50):
+                client.send(Write, file=0, offset=i * MIB, slot=0, length=MIB)
+            assert ended(client.lifeline)
+            assert not client.dealer.poll(20)
+            assert os.fstat(client.files[0]).st_size == 0
+            client.close()
+
     def test_many_parts(self, daemon: Daemon, raw_client: Connect) -> None:
         """A message in a form that was not foreseen would crash the daemon."""
         client = raw_client(daemon)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from discod.exits import Exit
+from discod.server import DRAIN_SECONDS
 from discod.wire.messages import Done, Ping, Read, Refused, Reply, Write
 from discod.wire.paths import ATTACH_SOCKET, IO_SOCKET
 from tests.helpers.daemon import Daemon, eventually
@@ -299,9 +300,11 @@ class TestSignals:
         eventually(lambda: daemon.status()["clients"][0]["in_flight"] > 1000)
         began = time.monotonic()
         daemon.terminate()
+        assert client.lifeline.recv(1) == b""
+        took_seconds = time.monotonic() - began
         answered = answers_until_the_end(client)
         assert daemon.wait() == Exit.OK
-        assert 3 < time.monotonic() - began < 5
+        assert DRAIN_SECONDS < took_seconds < 5
         assert all(isinstance(reply, Done) for reply in answered.values()), "resent, not failed"
         assert 0 < len(answered) < count
         assert "left to the next daemon" in daemon.log

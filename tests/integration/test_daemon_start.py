@@ -223,28 +223,19 @@ class TestOptions:
 
 
 class TestManners:
-    def test_start_is_fast_and_without_torch(self, start_daemon: Start) -> None:
-        """Trainers would wait for their daemon, and its image be gigabytes large."""
-        best = 10.0
-        for _ in range(3):
-            began = time.monotonic()
-            daemon = start_daemon()
-            best = min(best, time.monotonic() - began)
-            maps = Path(f"/proc/{daemon.pid}/maps").read_text()
-            daemon.terminate()
-            assert daemon.wait() == 0
-        assert "torch" not in maps
-        assert best < 0.5 * slowness()
+    def test_start_is_cheap_and_without_torch(self, daemon: Daemon) -> None:
+        """Trainers would wait for their daemon, and its image be gigabytes large.
+
+        By its CPU time, which is the time it takes on a machine that has nothing else to do.
+        """
+        assert cpu_seconds(daemon) < 0.5
+        assert "torch" not in Path(f"/proc/{daemon.pid}/maps").read_text()
 
     def test_idle_daemon_uses_no_cpu(self, daemon: Daemon, raw_client: Connect) -> None:
         """It would take time from the trainers, and power, for nothing."""
         client = raw_client(daemon)
         client.arena[:4096] = b"x" * 4096
         client.write(0, 0, 4096)
-
-        def cpu_ticks() -> int:
-            fields = Path(f"/proc/{daemon.pid}/stat").read_text().rsplit(")", 1)[1].split()
-            return int(fields[11]) + int(fields[12])
 
         def switches() -> int:
             return sum(
@@ -255,10 +246,10 @@ class TestManners:
             )
 
         def quiet(seconds: float) -> bool:
-            before = cpu_ticks(), switches()
+            before = cpu_seconds(daemon), switches()
             with pytest.raises(subprocess.TimeoutExpired):
                 daemon.wait(seconds)
-            return (cpu_ticks(), switches()) == before
+            return (cpu_seconds(daemon), switches()) == before
 
         eventually(lambda: quiet(0.1), what="the end of what has just happened")
         assert quiet(1.0), "a thread has woken up with nothing to do"
@@ -350,8 +341,7 @@ class TestStatus:
         assert "timed out" in result.stderr
 
 
-def slowness() -> float:
-    """How much longer this machine needs now than an idle one: 1 or more."""
-    began = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import zmq, msgpack, click"], check=True)
-    return max(1.0, (time.monotonic() - began) / 0.12)
+def cpu_seconds(daemon: Daemon) -> float:
+    """The CPU time that the daemon has used so far."""
+    fields = Path(f"/proc/{daemon.pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
