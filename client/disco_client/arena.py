@@ -52,7 +52,7 @@ class Arena:
         size_bytes: Wanted size; rounded up to whole huge pages (2 MiB).
 
     Raises:
-        OSError: The memfd cannot be made or mapped.
+        ArenaFull: The memfd cannot be made or mapped at that size.
 
     Notes:
         Views keep the mapping alive: :meth:`close` drops the fd and this object's own view, and
@@ -66,9 +66,12 @@ class Arena:
             os.ftruncate(self.fd, self.size_bytes)
             fcntl.fcntl(self.fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
             self._address, whole = _map_aligned(self.fd, self.size_bytes)
-        except OSError:
+        except OSError as error:
             os.close(self.fd)
-            raise
+            raise ArenaFull(
+                f"an arena of {format_size(self.size_bytes)} cannot be made ({error.strerror}); "
+                "set a smaller one (DISCOD_ARENA or connect(arena=...))"
+            ) from error
         self.view = memoryview(whole).cast("B")
         self._backed_bytes = 0
         self._collapse = True

@@ -73,19 +73,21 @@ def checkpoint(
     if not torch.is_grad_enabled():
         return plain(run, *inputs)
     packer = connection.current().packer
-    if not any(packer.offloads(value) for value in inputs):
+    offloaded = [packer.offloads(value) for value in inputs]
+    if not any(offloaded):
         return plain(run, *inputs)
     guard = InputGuard(inputs)
     with packer.hooks(_group):
-        result = plain(*_by_reference(run, inputs))
+        result = plain(*_by_reference(run, inputs, offloaded))
     guard.refuse_changes(packer, function)
     return result
 
 
 class _Referenced:
-    """A tensor subclass that autograd's hooks would turn into a plain tensor, passed around them.
+    """A tensor that stays in memory, passed around the hooks as the very object it is.
 
-    Checked for in-place changes here, as autograd would check it.
+    The hooks would take its Python type or attributes away. Changes in place are checked here, as
+    autograd would check them.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -98,19 +100,16 @@ class _Referenced:
 
 
 def _by_reference(
-    run: Callable[..., Any], inputs: tuple[Any, ...]
+    run: Callable[..., Any], inputs: tuple[Any, ...], offloaded: list[bool]
 ) -> tuple[Callable[..., Any], *tuple[Any, ...]]:
-    """``run`` and its inputs, with every tensor subclass among them passed by reference."""
-    plain_types = (torch.Tensor, torch.nn.Parameter)
-    if not any(isinstance(v, torch.Tensor) and type(v) not in plain_types for v in inputs):
-        return run, *inputs
+    """``run`` and its inputs, with every tensor that is not offloaded passed by reference."""
 
     def call(*wrapped: Any) -> Any:
         return run(*(v.get() if isinstance(v, _Referenced) else v for v in wrapped))
 
     return call, *(
-        _Referenced(v) if isinstance(v, torch.Tensor) and type(v) not in plain_types else v
-        for v in inputs
+        _Referenced(value) if isinstance(value, torch.Tensor) and not goes else value
+        for value, goes in zip(inputs, offloaded, strict=True)
     )
 
 

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -34,6 +35,7 @@ class Connection:
 
     session: Session
     packer: Packer
+    launcher: Launcher | None
 
 
 _connection: Connection | None = None
@@ -74,6 +76,17 @@ def connect(
         ValueError: A size or timeout is malformed.
     """
     global _connection
+    for name, seconds in (
+        ("reconnect_timeout", reconnect_timeout),
+        ("reply_timeout", reply_timeout),
+        ("start_timeout", start_timeout),
+    ):
+        if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+            raise ValueError(f"{name}={seconds!r} must be a number of seconds, 0 or more")
+    if arena is None and os.environ.get("DISCOD_ARENA"):
+        arena_bytes: int | None = _size("DISCOD_ARENA", os.environ["DISCOD_ARENA"])
+    else:
+        arena_bytes = None if arena is None else _size("arena", arena)
     with _lock:
         if _connection is not None:
             raise UsageError(
@@ -83,8 +96,8 @@ def connect(
         _connection = _attach(
             _socket_dir(socket_dir),
             _scratch_dirs(scratch),
-            os.environ.get("DISCOD_ARENA") or None if arena is None else arena,
-            parse_size(min_bytes),
+            arena_bytes,
+            _size("min_bytes", min_bytes),
             reconnect_timeout=reconnect_timeout,
             reply_timeout=reply_timeout,
             start_timeout=start_timeout,
@@ -119,12 +132,14 @@ def close() -> None:
         connection, _connection = _connection, None
     if connection is not None:
         connection.session.close()
+        if connection.launcher is not None:
+            connection.launcher.close()
 
 
 def _attach(
     socket_dir: Path,
     scratch: list[Path],
-    arena: int | str | None,
+    arena_bytes: int | None,
     min_bytes: int,
     *,
     reconnect_timeout: float,
@@ -134,8 +149,7 @@ def _attach(
     launcher = Launcher(scratch, socket_dir) if scratch else None
     greeting = _greet(socket_dir, launcher, start_timeout)
     try:
-        size = _default_arena(greeting) if arena is None else parse_size(arena)
-        segment = Arena(size)
+        segment = Arena(_default_arena(greeting) if arena_bytes is None else arena_bytes)
     except BaseException:
         greeting.close()
         raise
@@ -160,7 +174,7 @@ def _attach(
         ", ".join(link.directories),
     )
     session = Session(segment, link)
-    return Connection(session, Packer(session, min_bytes))
+    return Connection(session, Packer(session, min_bytes), launcher)
 
 
 def _greet(socket_dir: Path, launcher: Launcher | None, start_timeout: float) -> Greeting:
@@ -186,8 +200,15 @@ def _greet(socket_dir: Path, launcher: Launcher | None, start_timeout: float) ->
                 raise launcher.error(socket_dir) from None
 
 
+def _size(name: str, text: int | str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
 def _default_arena(greeting: Greeting) -> int:
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    ranks = _size("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE") or "1")
     welcome = greeting.welcome
     share = min(welcome.ram_bytes // ranks, welcome.ram_free_bytes)
     return max(HUGE_PAGE_BYTES, share // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)

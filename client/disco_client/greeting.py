@@ -16,13 +16,14 @@ from disco_client.errors import (
     DaemonLost,
     DaemonNotRunning,
     SocketForbidden,
+    UsageError,
     VersionMismatch,
 )
 from discod.wire import PROTOCOL_VERSION
 from discod.wire.codec import WireError
 from discod.wire.fds import receive_message, send_message
 from discod.wire.messages import Attach, Attached, Hello, Refused, Welcome
-from discod.wire.paths import socket_paths
+from discod.wire.paths import SocketPathTooLong, socket_paths
 
 HANDSHAKE_SECONDS = 3.0
 """Most time for one attach message; a daemon answers in well under a millisecond."""
@@ -43,6 +44,7 @@ class Greeting:
 
     Args:
         socket_dir: The daemon's socket directory.
+        timeout: Seconds that each message of the daemon may take.
 
     Raises:
         DaemonNotRunning: Nothing listens there.
@@ -52,11 +54,15 @@ class Greeting:
         DaemonLost: It listens but does not answer.
     """
 
-    def __init__(self, socket_dir: Path) -> None:
-        self.path, self.io_path = socket_paths(socket_dir)
+    def __init__(self, socket_dir: Path, timeout: float = HANDSHAKE_SECONDS) -> None:
+        try:
+            self.path, self.io_path = socket_paths(socket_dir)
+        except SocketPathTooLong as error:
+            raise UsageError(str(error)) from error
+        self._timeout = timeout
         self._lifeline = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
-            self._lifeline.settimeout(HANDSHAKE_SECONDS)
+            self._lifeline.settimeout(timeout)
             self._connect()
             hello = Hello(protocol=PROTOCOL_VERSION, version=client_version())
             send_message(self._lifeline, hello)
@@ -107,7 +113,7 @@ class Greeting:
             self._lifeline.connect(str(self.path))
         except SocketForbidden:
             raise
-        except (FileNotFoundError, ConnectionRefusedError) as error:
+        except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
             raise DaemonNotRunning(
                 f"no discod daemon listens on {self.path} ({error.strerror}): nothing can be "
                 "offloaded. Start one with 'discod --scratch DIR --socket-dir "
@@ -141,10 +147,10 @@ class Greeting:
     def _silent(self, error: Exception) -> DaemonLost:
         return DaemonLost(
             f"the daemon on {self.path} did not complete the attach within "
-            f"{HANDSHAKE_SECONDS:.0f} s ({error}); see its log, and 'discod status'"
+            f"{self._timeout:g} s ({error}); see its log, and 'discod status'"
         )
 
 
 def _rank() -> int:
     rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isdecimal() else -1
+    return int(rank) if rank.isdecimal() and len(rank) < 10 else -1

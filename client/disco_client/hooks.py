@@ -10,13 +10,14 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+import xxhash
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from disco_client.errors import UnsupportedCall
 from disco_client.residency import Group
 from disco_client.session import Session
 from disco_client.stored import StoredTensor
-from disco_client.tensors import describe, is_supported
+from disco_client.tensors import copy_in, describe, is_supported
 
 _log = logging.getLogger(__name__)
 _warned_types: set[type] = set()
@@ -66,7 +67,7 @@ class Packer:
     def _pack(self, tensor: torch.Tensor, group: Group) -> "Kept | _Shared":
         if not self._wanted(tensor):
             return Kept(tensor)
-        key = _identity(tensor, group)
+        key = (*_identity(tensor, group), _contents(tensor))
         stored = self._stored.get(key)
         if stored is None:
             stored = _Shared(self._session, tensor, group)
@@ -77,6 +78,8 @@ class Packer:
         if tensor.numel() * tensor.element_size() < self._min_bytes:
             return False
         if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+            return False
+        if tensor.is_leaf and tensor.__dict__:  # attributes, which autograd keeps for leaves
             return False
         if not is_supported(tensor):
             if type(tensor) not in _warned_types:
@@ -131,8 +134,26 @@ def _unpack(packed: Kept | _Shared) -> torch.Tensor:
     return packed.load()
 
 
-def _identity(tensor: torch.Tensor, group: Group) -> Hashable:
-    """Equal only for tensors with the same bytes in the same form."""
+def _contents(tensor: torch.Tensor) -> Hashable:
+    """What tells two contents of one buffer apart where the version does not.
+
+    A leaf may be a buffer that is filled anew through ``.data``, numpy or a loader, none of which
+    count as a change; so its bytes are hashed, at a third of what storing them again would cost.
+    Off the CPU they are not compared, and such a tensor is stored each time. A tensor that
+    autograd made is changed in such ways by nobody who wants right gradients.
+    """
+    if tensor.grad_fn is not None:
+        return None
+    if tensor.device.type != "cpu":
+        return object()
+    spec = describe(tensor)
+    memory = bytearray(spec.nbytes)
+    copy_in(tensor, spec, memoryview(memory))
+    return xxhash.xxh3_128_digest(memory)
+
+
+def _identity(tensor: torch.Tensor, group: Group) -> tuple[Hashable, ...]:
+    """Equal only for tensors with the same storage, version and form."""
     return (
         tensor.untyped_storage()._cdata,
         tensor._version,

@@ -44,6 +44,7 @@ class Launcher:
 
     def ensure(self) -> None:
         """Start a daemon unless one that was started here still runs. Does not wait for it."""
+        reap()
         now = time.monotonic()
         if self._running() or now < self._next_start:
             return
@@ -69,6 +70,15 @@ class Launcher:
         """Notice that the daemon has ended; :attr:`failure` then says why."""
         self._running()
 
+    def close(self) -> None:
+        """Let go of a daemon that was started here; it goes on by itself."""
+        if self._pid is not None and self._running():
+            _left_running.add(self._pid)
+        if self._log_fd >= 0:
+            os.close(self._log_fd)
+            self._log_fd = -1
+        reap()
+
     def error(self, socket_dir: Path) -> DaemonNotRunning:
         """The error for a start that failed."""
         return DaemonNotRunning(
@@ -91,6 +101,21 @@ class Launcher:
             said = os.pread(self._log_fd, 1 << 16, 0).decode(errors="replace").strip()
             self.failure = f"exit code {code}: {said.splitlines()[-1] if said else 'no message'}"
         return False
+
+
+_left_running: set[int] = set()
+"""Daemons whose launchers are closed, to be reaped once they have ended."""
+
+
+def reap() -> None:
+    """Collect ended daemons, so that no zombie is left until this process ends."""
+    for pid in list(_left_running):
+        try:
+            ended, _ = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            ended = pid
+        if ended:
+            _left_running.discard(pid)
 
 
 _OWN_OPTIONS = frozenset({"DISCOD_SCRATCH", "DISCOD_SOCKET_DIR", "DISCOD_EXIT_IDLE"})

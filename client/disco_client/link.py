@@ -19,9 +19,12 @@ from collections.abc import Callable, Iterator
 import zmq
 
 from disco_client.errors import DaemonError, DaemonLost, DaemonNotRunning
-from disco_client.greeting import Greeting
+from disco_client.greeting import HANDSHAKE_SECONDS, Greeting
 from discod.wire.codec import WireError, decode, encode
 from discod.wire.messages import Done, Failed, Ping, Reply, Request
+
+BRIEF_SECONDS = 0.1
+"""For an attach message, while the caller can go on without the daemon."""
 
 RETRY_SECONDS = 0.05
 """Between attempts to re-attach."""
@@ -149,7 +152,7 @@ class Link:
             self._close_connection()
         if self._lost_since is not None:
             away = now - self._lost_since
-            failure = self._try_again(now, away)
+            failure = self._try_again(now, away, blocked=blocked)
             if failure is not None and blocked:
                 self._give_up(failure, away)
         elif blocked:
@@ -217,18 +220,21 @@ class Link:
         self._lifeline.close()
         self._dealer.close(linger=0)
 
-    def _try_again(self, now: float, away: float) -> DaemonError | None:
+    def _try_again(self, now: float, away: float, *, blocked: bool) -> DaemonError | None:
         """Try to re-attach, when it is time to; why it did not succeed the last time."""
         if now < self._next_attempt:
             return self._failure
-        self._next_attempt = now + RETRY_SECONDS
         self._failure = None
         try:
             self._restart()
-            self._open(Greeting(self.socket_dir))
+            timeout = HANDSHAKE_SECONDS if blocked else BRIEF_SECONDS
+            self._open(Greeting(self.socket_dir, timeout))
             _log.warning("attached to a new daemon on %s after %.1f s", self.socket_dir, away)
         except DaemonError as error:
             self._failure = error
+        # A daemon that accepts and does not answer must not slow down calls that can do without.
+        took = time.monotonic() - now
+        self._next_attempt = now + took + max(RETRY_SECONDS, 20 * took)
         return self._failure
 
     def _give_up(self, failure: DaemonError, away: float) -> None:

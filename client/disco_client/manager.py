@@ -5,6 +5,7 @@ Source of the names and signatures: ``axolotl/monkeypatch/gradient_checkpointing
 
 import secrets
 import weakref
+from typing import NoReturn
 
 import torch
 
@@ -19,6 +20,18 @@ class BlobHandle(str):
 
     __slots__ = ("__weakref__", "_stored")
     _stored: StoredTensor
+
+    def __copy__(self) -> "BlobHandle":
+        return self
+
+    def __deepcopy__(self, memo: object) -> "BlobHandle":
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{str(self)!r} is of this process's attachment and cannot be sent to another; send "
+            "the tensor that load_tensor() returns"
+        )
 
 
 class DiskOffloadManager:
@@ -105,9 +118,10 @@ class DiskOffloadManager:
             ) from error
 
     def trigger_prefetch(self, n: int | None = None) -> None:
-        """Start reading the next ``n`` blobs now (by default as many as ``prefetch_size``).
+        """Start reading the next ``n`` blobs of this process now, within each ``prefetch_size``.
 
-        Not needed in training, where reading ahead begins by itself with the first load.
+        By default as many as there is room for. Not needed in training, where reading ahead
+        begins by itself with the first load.
         """
         connection.current().session.prefetch(n)
 

@@ -103,8 +103,8 @@ class Room:
         )
         if len(held.dirty):
             return ScratchFull(
-                f"{fact}the scratch is full: {held.full_text}; free disk space, raise the "
-                "daemon's --disk, or give the arena more with DISCOD_ARENA or connect(arena=)"
+                f"{fact}the scratch is full: {held.full_text}, or give the arena more with "
+                "DISCOD_ARENA or connect(arena=)"
             )
         if any(blob.save_error and not blob.pins for blob in held.blobs.values()):
             return ScratchError(

@@ -1,20 +1,25 @@
 """One attached client: residency's instructions carried out over the arena and the link.
 
 All calls take one lock, hand over what the daemon has answered, and go on; no thread runs here
-between calls. Neither user code nor a copy runs under the lock.
+between calls. Neither user code, nor a copy, nor a wait runs under the lock.
 
-*Why finalizers cannot deadlock.* A handle or a loaned view may be collected at any moment, also
+*Why finalizers cannot deadlock.* A handle or a loaded view may be collected at any moment, also
 inside a section that holds the lock, on the same thread. A finalizer therefore only appends to a
-queue and tries the lock without waiting; whoever holds the lock looks at the queue once more
+queue, and works it off when nobody holds the lock; whoever holds it looks at the queue once more
 after letting go (:meth:`Session._section`).
 
 *Why a waiter misses nothing.* ZeroMQ's fd signals edges, and any call on the socket may eat one.
-So whoever settles anything while another thread polls wakes it, and a poller drains before it
-sleeps. One thread polls at a time; the others wait on the condition.
+So whatever changes anything raises ``_changes`` and wakes the thread that polls; and a thread that
+is about to wait does not, when ``_changes`` has moved since it looked (:meth:`Session._pause`).
+
+*Why an interrupt cannot leave half a change.* A KeyboardInterrupt may come between any two
+instructions. One that comes inside a section leaves ``_torn`` set, and every later call says so
+instead of going on; waits and copies, where nearly all of the time is spent, are outside.
 
 Knows no torch: :mod:`disco_client.stored` copies tensors in and out.
 """
 
+import contextlib
 import threading
 import time
 import weakref
@@ -24,13 +29,22 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from disco_client.arena import Arena
-from disco_client.errors import BlobModified, HandleReleased
+from disco_client.errors import (
+    ArenaFull,
+    BlobModified,
+    DiscodError,
+    HandleReleased,
+    UsageError,
+)
 from disco_client.instructions import Counters as Traffic
 from disco_client.link import Link
 from disco_client.residency import Group, Residency
 from disco_client.stats import Counters, Stats
 from disco_client.transfers import Transfers
 from discod.wire import align_up
+
+LOAN_WAIT_SECONDS = 10.0
+"""How long a call waits for room that other threads' loaded tensors hold, before ``ArenaFull``."""
 
 
 class Loan:
@@ -62,8 +76,12 @@ class Session:
         self._residency = Residency(arena.size_bytes, files=len(link.directories))
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._polling = False
+        self._changes = 0
+        self._holder: int | None = None
+        self._poller: int | None = None
+        self._torn = False
         self._closed = False
+        self._threads: set[int] = set()
         self._dropped: deque[int | Loan] = deque()
         self._loans: dict[int, list[Loan]] = {}
         self._transfers = Transfers(link, self._residency)
@@ -74,34 +92,33 @@ class Session:
 
     # Blobs
 
-    def save(self, size_bytes: int, copy_in: Callable[[memoryview], None], group: Group) -> int:
-        """A new blob of ``size_bytes`` (above 0), filled by ``copy_in``; its id.
+    def save(
+        self, size_bytes: int, copy_in: Callable[[memoryview], None], group: Group, owner: object
+    ) -> tuple[int, "weakref.finalize[[int | Loan], object]"]:
+        """A new blob of ``size_bytes`` (above 0), filled by ``copy_in``; its id, and its end.
 
-        Waits while the arena is full and room is being made.
+        The blob is freed when ``owner`` is collected, or when the finalizer that is returned is
+        called. Waits while the arena is full and room is being made.
 
         Raises:
             RoomError: There is no room and none can be made; nothing was saved.
             DaemonLost: Room could only be made by a daemon that is gone.
         """
-        with self._section():
-            blob = self._place(align_up(size_bytes), group)
-            slot = self._residency.slot(blob)
-            try:
-                self._arena.back(slot + align_up(size_bytes))
-            except BaseException:
-                self._transfers.carry_out(self._residency.abandon(blob))
-                raise
+        blob = self._place(align_up(size_bytes), group)
         try:
+            slot = self._residency.slot(blob)
             copy_in(self._arena.view[slot : slot + size_bytes])
         except BaseException:
             with self._section():
                 self._transfers.carry_out(self._residency.abandon(blob))
                 self._tell_waiters()
             raise
-        with self._section():
+        with self._section(settle=False):
             self._transfers.carry_out(self._residency.filled(blob))
             self._tell_waiters()
-        return blob
+            end = weakref.finalize(owner, self._drop, blob)
+            end.atexit = False
+        return blob, end
 
     def load(self, blob: int, size_bytes: int) -> tuple[memoryview, Loan]:
         """The blob's bytes as a writable view, whose slot is kept until the view is collected.
@@ -111,30 +128,22 @@ class Session:
             RoomError: The arena is held by other loans, so there is nowhere to read it into.
             DaemonLost: It is on disk and the daemon is gone.
         """
-        with self._section():
-            if any(loan.changed() for loan in self._loans.get(blob, ())):
-                raise BlobModified(
-                    "a tensor loaded from this handle was changed in place and is still alive; "
-                    "clone() it before changing it, or save it again"
-                )
-            ready = self._try_load(blob)
-            if not ready:
-                started = time.monotonic()
-                try:
-                    while not self._try_load(blob):
-                        self._wait()
-                finally:
-                    self._load_wait_seconds += time.monotonic() - started
-            slot = self._residency.slot(blob)
-            view = self._arena.view[slot : slot + size_bytes]
-            loan = Loan(blob)
-            self._loans.setdefault(blob, []).append(loan)
-            weakref.finalize(view, self._drop, loan).atexit = False
-        return view, loan
-
-    def release(self, blob: int) -> None:
-        """Forget the blob. Safe in a finalizer: never waits and never raises."""
-        self._drop(blob)
+        wait = _Wait(self._lenders())
+        try:
+            while True:
+                with self._section():
+                    if self._try_load(blob, wait):
+                        slot = self._residency.slot(blob)
+                        view = self._arena.view[slot : slot + size_bytes]
+                        loan = Loan(blob)
+                        self._loans.setdefault(blob, []).append(loan)
+                        weakref.finalize(view, self._drop, loan).atexit = False
+                        return view, loan
+                    self.link.check(blocked=True)
+                    seen = self._changes
+                self._pause(seen)
+        finally:
+            self._load_wait_seconds += wait.seconds
 
     def wait_saved(self, blob: int, timeout: float | None) -> None:
         """Until the blob needs no more of the disk: it is written, or stays in RAM.
@@ -144,14 +153,18 @@ class Session:
             ScratchError: Its write failed. The bytes are still in RAM and can be loaded.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._section():
-            while not self._residency.saved(blob):
+        while True:
+            with self._section():
+                if self._residency.saved(blob):
+                    error = self._residency.save_error(blob)
+                    if error is not None:
+                        raise error
+                    return
                 if deadline is not None and time.monotonic() >= deadline:
                     raise TimeoutError(f"the save was not done within {timeout} s; it goes on")
-                self._wait(deadline)
-            error = self._residency.save_error(blob)
-            if error is not None:
-                raise error
+                self.link.check(blocked=True)
+                seen = self._changes
+            self._pause(seen, deadline)
 
     def prefetch(self, count: int | None) -> None:
         """Start reading the ``count`` blobs that are needed next, or as many as there is room."""
@@ -174,14 +187,19 @@ class Session:
             )
 
     def close(self) -> None:
-        """Detach. Blobs that are still held are lost; tensors that were loaded stay valid."""
+        """Detach. Blobs that are still held are lost; tensors that were loaded stay valid.
+
+        In a signal handler that has interrupted another call of this session, that call's fds
+        stay open until the process ends.
+        """
+        me = threading.get_ident()
+        self._closed = True
+        if me in (self._holder, self._poller):
+            return
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            while self._polling:  # its fds must stay open until that thread is off them
+            while self._poller is not None:  # its fds must stay open until that thread is off them
                 self.link.wake()
-                self._changed.wait()
+                self._changed.wait(1.0)
             self._changed.notify_all()
             self.link.close()
             self._arena.close()
@@ -194,22 +212,51 @@ class Session:
     # Sections and waiting
 
     @contextmanager
-    def _section(self) -> Iterator[None]:
+    def _section(self, settle: bool = True) -> Iterator[None]:
+        """The lock, for one change. ``settle``: take in what the daemon has answered first."""
+        me = threading.get_ident()
+        self._refuse(me)
+        with self._lock:
+            # Nothing between the lock and this store at which a signal handler could run.
+            self._holder = me
+            try:
+                self._refuse(None)
+                self._torn = True
+                try:
+                    if settle:
+                        self._settle()
+                    yield
+                    if self._poller is not None:  # an edge that it waits for may have been eaten
+                        self._settle()
+                except (DiscodError, TimeoutError):
+                    if self._poller is not None:
+                        self._settle()
+                    self._torn = False
+                    raise
+                self._torn = False
+            finally:
+                self._holder = None
+        self._work_off()
+
+    def _refuse(self, me: int | None) -> None:
+        """Raise when no call can be served; ``me``: the calling thread, not in a section yet."""
         if self.forked:
             raise HandleReleased(
                 "this handle belongs to the process that forked this one; a blob can be loaded "
                 "only where it was saved"
             )
-        with self._lock:
-            if self._closed:
-                raise HandleReleased("this process has detached from the daemon (close())")
-            self._settle()
-            try:
-                yield
-            finally:
-                if not self._closed:
-                    self._settle()
-        self._clear_dropped()
+        if me is not None and me == self._holder:
+            raise UsageError(
+                "called in a signal handler that interrupted another call of discod in this "
+                "thread; set a flag there and call after it. close() is allowed"
+            )
+        if self._closed:
+            raise HandleReleased("this process has detached from the daemon (close())")
+        if me is None and self._torn:  # before the lock, it may be another thread's
+            raise UsageError(
+                "an earlier call was interrupted (Ctrl-C?) in the middle of a change, so what is "
+                "saved cannot be trusted any more; disco_client.close() and attach again"
+            )
 
     def _settle(self) -> None:
         """Take in every reply and every drop, and tell the waiters when there were any."""
@@ -224,45 +271,45 @@ class Session:
 
     def _tell_waiters(self) -> None:
         """Something changed that another thread may wait for."""
+        self._changes += 1
         self._changed.notify_all()
-        if self._polling:
+        if self._poller is not None:
             self.link.wake()
 
-    def _wait(self, deadline: float | None = None) -> None:
-        """Let go of the lock until something may have changed, or the deadline has passed."""
-        self.link.check(blocked=True)
+    def _pause(self, seen: int, deadline: float | None = None) -> None:
+        """Until something may have changed since ``_changes`` was ``seen``, or the deadline."""
         timeout = self.link.patience
         if deadline is not None:
             timeout = min(timeout, max(0.0, deadline - time.monotonic()))
-        if self._polling:
-            self._changed.wait(timeout)
-        else:
-            self._polling = True
-            self._lock.release()
-            try:
-                self.link.wait(timeout)
-            finally:
-                self._lock.acquire()
-                self._polling = False
+        me = threading.get_ident()
+        with self._lock:
+            if self._changes != seen or self._closed:
+                return
+            if self._poller not in (None, me):
+                self._changed.wait(timeout)
+                return
+            self._poller = me
+        try:
+            self.link.wait(timeout)
+        except OSError:
+            if not self._closed:  # by a signal handler, in the middle of the wait
+                raise
+        finally:
+            with self._lock:
+                self._poller = None
                 self._changed.notify_all()
-        if self._closed:
-            raise HandleReleased("this process has detached from the daemon (close())")
-        self._settle()
 
     def _drop(self, what: int | Loan) -> None:
-        if self.forked or self._closed:
-            return
         self._dropped.append(what)
-        self._clear_dropped()
+        self._work_off()
 
-    def _clear_dropped(self) -> None:
-        while self._dropped and self._lock.acquire(blocking=False):
-            try:
-                if self._closed:
-                    return
-                self._settle()
-            finally:
-                self._lock.release()
+    def _work_off(self) -> None:
+        """Take in what was dropped, unless the lock is held: whoever holds it does it then."""
+        while self._dropped and not (
+            self._lock.locked() or self.forked or self._closed or self._torn
+        ):
+            with contextlib.suppress(HandleReleased, UsageError), self._section():
+                pass
 
     def _take_drop(self, what: int | Loan) -> None:
         if isinstance(what, Loan):
@@ -287,26 +334,80 @@ class Session:
     # Room
 
     def _place(self, size_bytes: int, group: Group) -> int:
-        blob = self._try_place(size_bytes, group)
+        wait = _Wait(self._lenders())
+        try:
+            while True:
+                with self._section():
+                    blob = self._try_place(size_bytes, group, wait)
+                    if blob is not None:
+                        self._back(blob, size_bytes)
+                        return blob
+                    self.link.check(blocked=True)
+                    seen = self._changes
+                self._pause(seen)
+        finally:
+            self._save_wait_seconds += wait.seconds
+
+    def _back(self, blob: int, size_bytes: int) -> None:
+        try:
+            self._arena.back(self._residency.slot(blob) + size_bytes)
+        except ArenaFull:
+            self._transfers.carry_out(self._residency.abandon(blob))
+            raise
+
+    def _try_place(self, size_bytes: int, group: Group, wait: "_Wait") -> int | None:
+        try:
+            blob, instructions = self._residency.try_place(size_bytes, group)
+        except ArenaFull:
+            if wait.over:
+                raise
+            blob, instructions = None, []
+        self._transfers.carry_out(instructions)
         if blob is None:
-            started = time.monotonic()
-            try:
-                while blob is None:
-                    self._wait()
-                    blob = self._try_place(size_bytes, group)
-            finally:
-                self._save_wait_seconds += time.monotonic() - started
+            wait.begin()
         return blob
 
-    def _try_place(self, size_bytes: int, group: Group) -> int | None:
-        blob, instructions = self._residency.try_place(size_bytes, group)
+    def _try_load(self, blob: int, wait: "_Wait") -> bool:
+        if any(loan.changed() for loan in self._loans.get(blob, ())):
+            raise BlobModified(
+                "a tensor loaded from this handle was changed in place and is still alive; "
+                "clone() it before changing it, or save it again"
+            )
+        try:
+            ready, instructions = self._residency.load(blob)
+        except ArenaFull:
+            if wait.over:
+                raise
+            ready, instructions = False, []
         self._transfers.carry_out(instructions)
-        return blob
-
-    def _try_load(self, blob: int) -> bool:
-        ready, instructions = self._residency.load(blob)
-        self._transfers.carry_out(instructions)
+        if not ready:
+            wait.begin()
         return ready
+
+    def _lenders(self) -> bool:
+        """Whether other threads may hold loans, whose end is worth waiting for."""
+        self._threads.add(threading.get_ident())
+        return len(self._threads) > 1
+
+
+class _Wait:
+    """How long a call has waited, and whether it should wait for loans of other threads."""
+
+    def __init__(self, for_loans: bool) -> None:
+        self._for_loans = for_loans
+        self._began: float | None = None
+
+    def begin(self) -> None:
+        if self._began is None:
+            self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self._began is None else time.monotonic() - self._began
+
+    @property
+    def over(self) -> bool:
+        return not self._for_loans or self.seconds > LOAN_WAIT_SECONDS
 
 
 def _counters(traffic: Traffic, waits: tuple[float, float]) -> Counters:

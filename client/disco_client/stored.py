@@ -24,19 +24,18 @@ class StoredTensor:
         RoomError, DaemonLost: As :meth:`Session.save`.
     """
 
-    __slots__ = ("__weakref__", "_blob", "_finalizer", "_session", "spec")
+    __slots__ = ("__weakref__", "_blob", "_end", "_session", "spec")
 
     def __init__(self, session: Session, tensor: torch.Tensor, group: Group) -> None:
         spec = describe(tensor)
         self.spec = spec
         self._session = session
         self._blob: int | None = None
-        self._finalizer: weakref.finalize[[int], StoredTensor] | None = None
+        self._end: weakref.finalize[[int | Loan], object] | None = None
         if spec.nbytes:
-            blob = session.save(spec.nbytes, lambda memory: copy_in(tensor, spec, memory), group)
-            self._blob = blob
-            self._finalizer = weakref.finalize(self, session.release, blob)
-            self._finalizer.atexit = False
+            self._blob, self._end = session.save(
+                spec.nbytes, lambda memory: copy_in(tensor, spec, memory), group, owner=self
+            )
 
     def load(self, device: torch.device | None = None) -> torch.Tensor:
         """The tensor, exactly as it was saved, without autograd history.
@@ -72,11 +71,11 @@ class StoredTensor:
 
     def release(self) -> None:
         """Forget the blob now; idempotent. Tensors that were loaded from it stay valid."""
-        if self._finalizer is not None:
-            self._finalizer()
+        if self._end is not None:
+            self._end()
 
     def _live_blob(self) -> int:
-        if self._blob is None or self._finalizer is None or not self._finalizer.alive:
+        if self._blob is None or self._end is None or not self._end.alive:
             raise HandleReleased("the tensor was released (cleanup) and cannot be loaded again")
         return self._blob
 

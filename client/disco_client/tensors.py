@@ -59,6 +59,7 @@ def is_supported(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and not tensor.is_quantized
         and tensor.device.type != "meta"
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -71,6 +72,8 @@ def describe(tensor: torch.Tensor) -> TensorSpec:
     Raises:
         UnsupportedTensor: Its kind cannot be kept as bytes; the text names the kind.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedTensor(f"a {type(tensor).__qualname__} is no tensor; nothing was saved")
     if not is_supported(tensor):
         raise UnsupportedTensor(
             f"a {type(tensor).__module__}.{type(tensor).__qualname__} with layout {tensor.layout} "

@@ -1,6 +1,7 @@
 """``checkpoint()``: torch's non-reentrant checkpoint in every form it is called, bit for bit."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -261,3 +262,52 @@ def test_subclass_stays_in_memory_and_keeps_its_type(caplog: pytest.LogCaptureFi
     assert set(types) == {Wrapped}
     assert disco_client.stats().saved_bytes == 0
     assert len([r for r in caplog.records if "Wrapped" in r.message]) == 1
+
+
+def test_a_buffer_that_is_filled_anew_is_another_input() -> None:
+    """Loaders and numpy fill a buffer without autograd's notice: its old bytes are not its new."""
+    weight = torch.eye(WIDTH).requires_grad_()
+    buffer = torch.ones(ROWS, WIDTH)
+    first = disco_client.checkpoint(lambda h: h @ weight, buffer)
+    buffer.data.fill_(3.0)
+    disco_client.checkpoint(lambda h: h @ weight, buffer).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad[0, 0] == 3 * ROWS
+    assert disco_client.stats().live_blobs == 1
+    buffer.data.fill_(1.0)
+    second = disco_client.checkpoint(lambda h: h @ weight, buffer)
+    assert disco_client.stats().live_blobs == 1
+    del first, second
+
+
+def test_attributes_of_inputs_reach_the_recomputation() -> None:
+    """autograd hands leaves back as they are, attributes included."""
+
+    def build(checkpoint: Callable[..., Any]) -> list[torch.Tensor]:
+        leaf = source()
+        small, large = torch.ones(4), torch.ones(ROWS, WIDTH)
+        small.scale, large.scale = 2.0, 3.0
+
+        def run(h: torch.Tensor, s: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+            return torch.sin(h) * s.scale * m.scale
+
+        checkpoint(run, leaf * 1.0, small, large).sum().backward()
+        return [leaf.grad]
+
+    compare(build)
+    assert disco_client.stats().saved_bytes == ROWS * WIDTH * 4
+
+
+def test_nested_tensors_stay_in_memory() -> None:
+    """They have no strides of their own; asking for them is an internal error of torch."""
+    rows = [torch.randn(600, WIDTH), torch.randn(700, WIDTH)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: nested tensors are a prototype
+        nested = torch.nested.nested_tensor(rows)
+        weight = torch.eye(WIDTH, requires_grad=True)
+        padded = disco_client.checkpoint(
+            lambda n: torch.nested.to_padded_tensor(n, 0.0) @ weight, nested
+        )
+        padded.sum().backward()
+    assert weight.grad is not None
+    assert disco_client.stats().saved_bytes == 0

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import disco_client
-from disco_client import connection
+from disco_client import connection, launch
 
 Attach = Callable[..., None]
 
@@ -267,7 +267,7 @@ def test_close_while_another_thread_waits(attach: Attach, daemon: Any) -> None:
         thread = threading.Thread(target=load_all)
         thread.start()
         session = connection.current().session
-        wait_until(lambda: session._polling, 10)
+        wait_until(lambda: session._poller is not None, 10)
         disco_client.close()
         thread.join(10)
         assert not thread.is_alive()
@@ -299,3 +299,68 @@ def test_threads_share_one_attachment(attach: Attach) -> None:
     assert not any(thread.is_alive() for thread in threads)
     assert failures == []
     assert disco_client.stats().live_blobs == 0
+
+
+def test_a_tight_arena_waits_for_other_threads(attach: Attach) -> None:
+    """Room that another thread's loaded tensor holds comes back: no reason to fail at once."""
+    attach(arena="2MiB")
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        manager = disco_client.DiskOffloadManager()
+        try:
+            for _ in range(20):
+                tensors = [torch.rand(1 << 18) for _ in range(3)]
+                handles = [manager.save_tensor(tensor) for tensor in tensors]
+                for handle, tensor in zip(handles, tensors, strict=True):
+                    assert torch.equal(manager.load_tensor(handle), tensor)
+                manager.cleanup()
+        except BaseException as error:  # noqa: BLE001  told to the test's own thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+
+
+def test_started_daemons_leave_no_fd_and_no_zombie(short_dir: Path, tmp_path: Path) -> None:
+    """A process that attaches again and again must not collect them."""
+    counts = []
+    for _ in range(3):
+        disco_client.connect(short_dir, scratch=tmp_path, arena="2MiB")
+        disco_client.close()
+        wait_until(lambda: not daemons_of(short_dir), 20)
+        counts.append(len(os.listdir("/proc/self/fd")))
+    launch.reap()
+    assert counts[1] == counts[2]
+    zombies = [c for c in psutil.Process().children() if c.status() == psutil.STATUS_ZOMBIE]
+    assert zombies == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("DISCOD_ARENA", "abc"), ("LOCAL_WORLD_SIZE", "many")]
+)
+def test_a_malformed_variable_is_named(
+    daemon: Any, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    """Else the user does not know which of his settings is meant."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"{variable}.*{value}"):
+        disco_client.connect(daemon.socket_dir)
+    assert disco_client.stats().arena_bytes == 0
+
+
+@pytest.mark.parametrize("timeout", ["5", -1, float("nan"), float("inf")])
+def test_malformed_timeouts_are_refused(short_dir: Path, timeout: Any) -> None:
+    """A timeout of another type would fail in the middle of a training."""
+    with pytest.raises(ValueError, match="reconnect_timeout"):
+        disco_client.connect(short_dir, reconnect_timeout=timeout)
+
+
+def test_an_arena_beyond_the_address_space(daemon: Any) -> None:
+    """It says what to set, as every lack of room does."""
+    with pytest.raises(disco_client.ArenaFull, match="DISCOD_ARENA"):
+        disco_client.connect(daemon.socket_dir, arena="99999TiB")

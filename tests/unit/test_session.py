@@ -13,6 +13,10 @@ from disco_client.session import Session
 MIB = 1 << 20
 
 
+class Owner:
+    """Whoever a blob is saved for."""
+
+
 class SilentLink:
     """A link to a daemon that takes requests and never answers."""
 
@@ -54,12 +58,13 @@ def test_a_save_that_ends_wakes_the_load_that_waits_for_it(session: Session) -> 
         copying.set()
         assert copied.wait(10)
 
-    saver = threading.Thread(target=lambda: session.save(MIB, copy_in, Group()))
+    owner = Owner()
+    saver = threading.Thread(target=lambda: session.save(MIB, copy_in, Group(), owner))
     saver.start()
     assert copying.wait(10)
     loader = threading.Thread(target=lambda: session.load(0, MIB))
     loader.start()
-    while not session._polling:
+    while not session._poller:
         assert loader.is_alive()
     copied.set()
     loader.join(10)
@@ -69,10 +74,11 @@ def test_a_save_that_ends_wakes_the_load_that_waits_for_it(session: Session) -> 
 
 def test_a_loan_that_outlives_its_blob_ends_no_second_cycle(session: Session) -> None:
     """Else the waits of the last cycle are reported as zero."""
-    blob = session.save(MIB, lambda memory: None, Group())
+    owner = Owner()
+    blob, end = session.save(MIB, lambda memory: None, Group(), owner)
     view, _ = session.load(blob, MIB)
     session._load_wait_seconds = 3.0
-    session.release(blob)
+    end()
     assert session.stats().last_cycle.load_wait_seconds == 3.0
     del view
     stats = session.stats()
@@ -88,6 +94,6 @@ def test_a_copy_that_fails_leaves_nothing(session: Session) -> None:
 
     for _ in range(4):
         with pytest.raises(ValueError, match="the copy's own error"):
-            session.save(2 * MIB, fail, Group())
+            session.save(2 * MIB, fail, Group(), Owner())
     assert session.stats().live_blobs == 0
     assert session.stats().saved_bytes == 0
