@@ -92,6 +92,11 @@ class DiskOffloadManager:
             handle: From :meth:`save_tensor` of this manager.
             target_device: By default the device it was saved from.
 
+        Returns:
+            On the CPU a view of the arena, which stays valid and unchanged for as long as it
+            lives. Do not write to it in ways that torch does not count as a change (``.data``,
+            numpy, a forked child): a later load of the handle would see it. ``clone()`` it first.
+
         Raises:
             HandleReleased: The handle is unknown here, or was cleaned up.
             BlobError: The blob cannot be read back.
