@@ -483,7 +483,7 @@ def test_a_full_disk_is_an_error_after_one_more_try(group: Group) -> None:
         with pytest.raises(ScratchFull) as raised:
             simulation.try_place(1, group)
         assert "disk-full for blob" in str(raised.value)
-        assert "--disk" in str(raised.value)
+        assert "DISCOD_ARENA" in str(raised.value)
     for blob in blobs:
         assert simulation.residency.state(blob) is State.DIRTY
         assert simulation.residency.saved(blob)
