@@ -2,8 +2,10 @@
 
 import errno
 import os
+import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -160,68 +162,75 @@ def test_read_of_what_was_never_written(shared: RawClient) -> None:
     assert "0 of 4096 bytes" in reply.text
 
 
-class Slow:
-    """A daemon whose device is kept busy by huge chunks, so that requests queue up behind them."""
-
-    def __init__(self, start: Start, connect: Connect) -> None:
-        self.daemon = start("--threads", "2", "--chunk", "256MiB")
-        self.client = connect(self.daemon, 256 * MIB)
-
-    def occupy(self) -> list[int]:
-        """Both threads are busy for some 100 ms."""
-        self.client.write(0, 0, 256 * MIB)
-        whole = {"file": 0, "offset": 0, "slot": 0, "length": 256 * MIB}
-        seqs = []
-        for _ in range(3):
-            seqs.append(self.client.send(Write, **whole))
-            seqs.append(self.client.send(Read, checksum=b"", urgent=True, **whole))
-        eventually(lambda: self.daemon.status()["clients"][0]["in_flight"] >= 4)
-        return seqs
+LARGE = 32 * MIB
+"""Takes the device so long that what is sent in one go is queued before much of it is done."""
 
 
-def test_cancel(start_daemon: Start, raw_client: Connect) -> None:
+@contextmanager
+def in_one_go(daemon: Daemon) -> Iterator[None]:
+    """All that is sent inside reaches the daemon at the same moment."""
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+
+
+def test_cancel(daemon: Daemon, raw_client: Connect) -> None:
     """What is freed before it is written would be written nevertheless, or never be answered."""
-    slow = Slow(start_daemon, raw_client)
-    client = slow.client
-    busy = slow.occupy()
-    page = {"file": 0, "slot": 0, "length": P}
-    queued = [client.send(Write, offset=i * P, **page) for i in range(3)]
-    assert isinstance(client.ask(Cancel, target=queued[1]), Done)
-    cancelled = client.answer(queued[1])
+    client = raw_client(daemon, LARGE)
+    assert isinstance(client.write(0, 0, LARGE), Done)
+    with in_one_go(daemon):
+        *kept, last = [
+            client.send(Write, file=0, offset=0, slot=0, length=LARGE) for _ in range(20)
+        ]
+        cancel = client.send(Cancel, target=last)
+    assert isinstance(client.answer(cancel), Done)
+    cancelled = client.answer(last)
     assert (cancelled.kind, cancelled.errno) == ("cancelled", 0)
-    for seq in (*busy, queued[0], queued[2]):
+    for seq in kept:
         assert isinstance(client.answer(seq), Done)
-    assert isinstance(client.ask(Cancel, target=busy[0]), Done), "done already: no error"
+    assert daemon.status()["clients"][0]["written_bytes"] == 20 * LARGE
+    assert isinstance(client.ask(Cancel, target=kept[0]), Done), "done already is no error"
 
 
-def test_promote(start_daemon: Start, raw_client: Connect) -> None:
+def test_promote(daemon: Daemon, raw_client: Connect) -> None:
     """A prefetch on which the trainer is blocked by now would wait behind all others."""
-    slow = Slow(start_daemon, raw_client)
-    client = slow.client
-    slow.occupy()
-    page = {"file": 0, "slot": 0, "length": P, "checksum": b"", "urgent": False}
-    queued = [client.send(Read, offset=i * P, **page) for i in range(20)]
-    client.send(Promote, target=queued[-1])
-    order = []
-    while len(order) < len(queued):
-        reply = client.next_answer()
-        assert isinstance(reply, Done)
-        if reply.seq in queued:
-            order.append(reply.seq)
-    # Two threads: the next one may end first.
-    assert queued[-1] in order[:2]
-    assert set(order) == set(queued)
+    client = raw_client(daemon, LARGE)
+    assert isinstance(client.write(0, 0, LARGE), Done)
+    whole = {"file": 0, "offset": 0, "slot": 0, "length": LARGE, "checksum": b""}
+    with in_one_go(daemon):
+        queued = [client.send(Read, urgent=False, **whole) for _ in range(20)]
+        client.send(Promote, target=queued[-1])
+    order = [client.next_answer().seq for _ in range(21)]
+    assert order.index(queued[-1]) < 10
 
 
-def test_seq_in_use(start_daemon: Start, raw_client: Connect) -> None:
+def test_an_urgent_read_goes_first(daemon: Daemon, raw_client: Connect) -> None:
+    """A trainer blocked on a read would wait for all that is prefetched and written."""
+    client = raw_client(daemon, LARGE)
+    assert isinstance(client.write(0, 0, LARGE), Done)
+    whole = {"file": 0, "offset": 0, "slot": 0, "length": LARGE}
+    with in_one_go(daemon):
+        for _ in range(10):
+            client.send(Write, **whole)
+            client.send(Read, urgent=False, checksum=b"", **whole)
+        urgent = client.send(Read, urgent=True, checksum=b"", **whole)
+    order = [client.next_answer().seq for _ in range(21)]
+    assert order.index(urgent) < 10
+
+
+def test_seq_in_use(daemon: Daemon, raw_client: Connect) -> None:
     """Two requests with one number would mix up their answers, and a cancel hit the wrong one."""
-    slow = Slow(start_daemon, raw_client)
-    busy = slow.occupy()
-    page = {"file": 0, "offset": 0, "slot": 0, "length": P}
-    slow.client.send(Write, seq=busy[0], **page)
-    first = slow.client.answer(busy[0])
-    assert (first.kind, "seq" in first.text) == ("refused", True)
-    assert isinstance(slow.client.answer(busy[0]), Done)
+    client = raw_client(daemon, LARGE)
+    assert isinstance(client.write(0, 0, LARGE), Done)
+    whole = {"file": 0, "offset": 0, "slot": 0, "length": LARGE}
+    with in_one_go(daemon):
+        seq = client.send(Write, **whole)
+        client.send(Write, seq=seq, **whole)
+    refused = client.answer(seq)
+    assert (refused.kind, "seq" in refused.text) == ("refused", True)
+    assert isinstance(client.answer(seq), Done)
 
 
 class TestNoRoom:
