@@ -80,6 +80,11 @@ class Loop:
                     callback()
             self._run_timers()
 
+    def close(self) -> None:
+        """Close the loop's own fds; nothing may be posted any more."""
+        self._epoll.close()
+        os.close(self._wake_fd)
+
     def _woken(self) -> None:
         os.eventfd_read(self._wake_fd)
         for _ in range(len(self._posted)):

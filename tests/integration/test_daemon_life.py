@@ -235,6 +235,7 @@ class TestResume:
             os.close(fd)
         assert isinstance(other.write(0, 0, 4096), Done)
         assert victim.read_text() == "precious"
+        assert daemon.status()["ram_used_bytes"] == other.arena_bytes
 
     def test_with_more_files_than_directories(self, daemon: Daemon) -> None:
         """A daemon started with fewer --scratch would serve half of the client's blobs."""

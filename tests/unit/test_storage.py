@@ -12,6 +12,7 @@ import pytest
 from discod import scratch_file, storage
 from discod.budget import Budget
 from discod.exits import Exit, StartupError
+from discod.locks import Locked, lock_directory
 from discod.scratch_file import GROW_STEP_BYTES, ScratchFile, ScratchFull
 from discod.storage import Directory, ForeignFile
 from discod.wire import PAGE_BYTES
@@ -71,6 +72,24 @@ class TestBudget:
         budget.reserve(5)
         with pytest.raises(ValueError, match="6 bytes released of 5"):
             budget.release(6)
+
+
+class TestLock:
+    def test_one_that_is_just_ending_is_waited_for(self, tmp_path: Path) -> None:
+        """A daemon started right after another was killed would refuse to."""
+        held = lock_directory(tmp_path)
+        ending = threading.Timer(0.2, os.close, [held])
+        ending.start()
+        os.close(lock_directory(tmp_path))
+        ending.join()
+
+    def test_holder_is_named(self, tmp_path: Path) -> None:
+        """Whoever is told that a directory is in use would not know by whom."""
+        held = lock_directory(tmp_path)
+        with pytest.raises(Locked) as caught:
+            lock_directory(tmp_path)
+        assert caught.value.pid == os.getpid()
+        os.close(held)
 
 
 class TestGrowth:
