@@ -34,6 +34,7 @@ from disco_client.errors import (
 )
 from disco_client.function import Disco
 from disco_client.manager import BlobHandle, DiskOffloadManager
+from disco_client.offload import offload
 from disco_client.stats import Counters, Stats
 
 __all__ = [  # noqa: RUF022  # grouped by topic
@@ -46,6 +47,7 @@ __all__ = [  # noqa: RUF022  # grouped by topic
     # training
     "checkpoint",
     "Disco",
+    "offload",
     # tensors by hand
     "DiskOffloadManager",
     "BlobHandle",

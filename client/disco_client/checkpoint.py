@@ -1,6 +1,7 @@
 """``checkpoint()``: torch's non-reentrant checkpoint, with its large inputs kept by discod."""
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -13,35 +14,40 @@ import torch._dynamo
 import torch.utils.checkpoint
 
 from disco_client import connection
-from disco_client.hooks import InputGuard, refuse_stale, version_of
+from disco_client.compiling import runs_eagerly
+from disco_client.hooks import in_recomputed_region, recomputed_region
+from disco_client.prepared import Prepared
 from disco_client.residency import Group
+from disco_client.tally import tally
 
 _log = logging.getLogger(__name__)
 
-_TORCH_OPTIONS = (
-    "context_fn",
-    "determinism_check",
-    "debug",
-    "early_stop",
-    "preserve_rng_state",
-)
+TORCH_OPTIONS = frozenset(inspect.signature(torch.utils.checkpoint.checkpoint).parameters) - {
+    "function",
+    "args",
+    "kwargs",
+    "use_reentrant",
+} | {"preserve_rng_state"}
+"""The keyword arguments that are torch's and not the function's."""
 
-_group = Group()
+group = Group()
 """The owner of all blobs of ``checkpoint()``: prefetched as far ahead as the arena allows."""
 
 _warned_reentrant = False
 
 
+@runs_eagerly
 def checkpoint(
     function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any
 ) -> Any:
     """Drop-in for :func:`torch.utils.checkpoint.checkpoint` that keeps the inputs off the heap.
 
     Runs ``function(*args, **kwargs)`` without keeping its activations, and runs it again in
-    backward. Every plain tensor among ``args`` and the values of ``kwargs`` of at least
-    ``min_bytes`` (1 MiB unless :func:`disco_client.connect` was told otherwise) is copied to the
-    arena at once, and is not kept in memory by the graph. Parameters, small tensors, tensors
-    inside containers and subclasses stay as they are. Equal inputs are stored once.
+    backward. Every tensor of at least ``min_bytes`` (1 MiB unless :func:`disco_client.connect` was
+    told otherwise) among the arguments, also in lists, tuples and dicts, is copied to the arena
+    at once, and is not kept in memory by the graph. Parameters, buffers, small tensors and tensors
+    without plain bytes stay as they are. Equal inputs are stored once. Inside the function of
+    another call, which is recomputed as a whole, it is torch's checkpoint and stores nothing.
 
     Args:
         function: What to run; called exactly as torch's checkpoint calls it.
@@ -63,64 +69,36 @@ def checkpoint(
     """
     if use_reentrant:
         _warn_reentrant()
-    options = {name: kwargs.pop(name) for name in _TORCH_OPTIONS if name in kwargs}
-    names = tuple(kwargs)
-    run = function if not names else _with_keywords(function, len(args), names)
-    inputs = (*args, *kwargs.values())
+    options = {name: kwargs.pop(name) for name in TORCH_OPTIONS & kwargs.keys()}
     plain: Callable[..., Any] = functools.partial(
         torch.utils.checkpoint.checkpoint, use_reentrant=False, **options
     )
-    if not torch.is_grad_enabled():
-        return plain(run, *inputs)
-    packer = connection.current().packer
-    offloaded = [packer.offloads(value) for value in inputs]
-    if not any(offloaded):
-        return plain(run, *inputs)
-    guard = InputGuard(inputs)
-    with packer.hooks(_group):
-        result = plain(*_by_reference(run, inputs, offloaded))
-    guard.refuse_changes(packer, function)
+    call = prepare(function, args, kwargs)
+    if call is None:
+        return plain(region(function), *args, **kwargs)
+    with connection.current().packer.hooks(group):
+        result = plain(call, *call.inputs)
+    call.finish()
     return result
 
 
-class _Referenced:
-    """A tensor that stays in memory, passed around the hooks as the very object it is.
-
-    The hooks would take its Python type or attributes away. Changes in place are checked here, as
-    autograd would check them.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._version = version_of(tensor)
-
-    def get(self) -> torch.Tensor:
-        refuse_stale(self._tensor, self._version)
-        return self._tensor
+def prepare(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Prepared | None:
+    """The call, ready to be run under the packer's hooks; None when nothing is to be offloaded."""
+    if not torch.is_grad_enabled() or in_recomputed_region():
+        return None
+    tally.calls += 1
+    call = Prepared(function, args, kwargs, connection.current().packer)
+    return call if call.worthwhile else None
 
 
-def _by_reference(
-    run: Callable[..., Any], inputs: tuple[Any, ...], offloaded: list[bool]
-) -> tuple[Callable[..., Any], *tuple[Any, ...]]:
-    """``run`` and its inputs, with every tensor that is not offloaded passed by reference."""
+def region(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, marked as recomputed as a whole: calls inside of it store nothing."""
 
-    def call(*wrapped: Any) -> Any:
-        return run(*(v.get() if isinstance(v, _Referenced) else v for v in wrapped))
-
-    return call, *(
-        _Referenced(value) if isinstance(value, torch.Tensor) and not goes else value
-        for value, goes in zip(inputs, offloaded, strict=True)
-    )
-
-
-def _with_keywords(
-    function: Callable[..., Any], positional: int, names: tuple[str, ...]
-) -> Callable[..., Any]:
-    """``function`` with its keyword arguments taken by position, so that torch saves them too."""
-
-    def call(*inputs: Any) -> Any:
-        keywords = dict(zip(names, inputs[positional:], strict=True))
-        return function(*inputs[:positional], **keywords)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with recomputed_region():
+            return function(*args, **kwargs)
 
     return call
 

@@ -16,9 +16,13 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from disco_client import connection
+from disco_client.compiling import runs_eagerly
 from disco_client.errors import UnsupportedCall, UnsupportedKeyword, UnsupportedOutput
-from disco_client.hooks import InputGuard, name_of
+from disco_client.hooks import in_recomputed_region, recomputed_region
+from disco_client.inplace import InputGuard, name_of
 from disco_client.manager import DiskOffloadManager
+from disco_client.residency import Group
+from disco_client.tally import tally
 
 _managers: dict[tuple[int, bool, int], DiskOffloadManager] = {}
 
@@ -39,6 +43,7 @@ class Disco(torch.autograd.Function):
     """
 
     @classmethod
+    @runs_eagerly
     def apply(
         cls,
         forward_function: Callable[..., Any],
@@ -64,11 +69,7 @@ class Disco(torch.autograd.Function):
         _refuse_hidden_tensors(forward_function)
         manager = cls.get_instance(prefetch_size, prefetch_to_gpu, save_workers)
         call = _Call(forward_function)
-        guard = InputGuard(inputs)
-        packer = connection.current().packer
-        with packer.hooks(manager.group):
-            outputs = super().apply(call, *inputs)  # type: ignore[no-untyped-call]  # torch's
-        guard.refuse_changes(packer, forward_function)
+        outputs = offload_reentrant(super().apply, call, inputs, manager.group)
         return list(outputs) if call.returned_list else outputs
 
     @staticmethod
@@ -112,15 +113,60 @@ class Disco(torch.autograd.Function):
         return _managers[settings]
 
 
+def offload_reentrant(
+    apply: Callable[..., Any], function: Callable[..., Any], inputs: tuple[Any, ...], group: Group
+) -> Any:
+    """``apply(function, *inputs)`` of an autograd Function, what it saves kept by discod.
+
+    The hooks are off while ``function`` runs: what it saves itself is not this call's, and
+    ``torch.func`` refuses to run under any.
+
+    Raises:
+        UnsupportedCall: ``function`` changed an offloaded input in place.
+    """
+    if in_recomputed_region():
+        return apply(function, *inputs)
+    tally.calls += 1
+    packer = connection.current().packer
+    guard = InputGuard(inputs)
+    hooks = packer.hooks(group)
+    run = _Suspending(function, hooks)
+    with hooks:
+        outputs = apply(run, *inputs)
+    run.hooks = None
+    guard.refuse_changes(packer.offloads, function)
+    return outputs
+
+
+class _Suspending:
+    """A function that runs outside of the hooks it is called under, in forward."""
+
+    def __init__(
+        self, function: Callable[..., Any], hooks: torch.autograd.graph.saved_tensors_hooks
+    ) -> None:
+        self._function = function
+        self.hooks: torch.autograd.graph.saved_tensors_hooks | None = hooks
+
+    def __call__(self, *inputs: Any) -> Any:
+        with recomputed_region():
+            if self.hooks is None:
+                return self._function(*inputs)
+            self.hooks.__exit__()
+            try:
+                return self._function(*inputs)
+            finally:
+                self.hooks.__enter__()
+
+
 class _Call:
     """The function as autograd sees it: outputs checked, a list turned into a tuple."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        self.function = function
         self.returned_list = False
 
     def __call__(self, *inputs: Any) -> Any:
-        outputs = self._function(*inputs)
+        outputs = self.function(*inputs)
         if isinstance(outputs, torch.Tensor):
             return outputs
         self.returned_list = type(outputs) is list
@@ -130,7 +176,7 @@ class _Call:
             if not isinstance(item, torch.Tensor | int | float | str | types.NoneType):
                 raise UnsupportedOutput(
                     f"Disco cannot return a {type(item).__qualname__} (from "
-                    f"{name_of(self._function)}): gradients through it would be lost. Return a "
+                    f"{name_of(self.function)}): gradients through it would be lost. Return a "
                     "tensor or a tuple of tensors, or use disco_client.checkpoint"
                 )
         return items if type(outputs) in (tuple, list) else outputs

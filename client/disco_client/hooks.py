@@ -1,44 +1,29 @@
-"""Saved-tensor hooks: large plain tensors go to the session, everything else stays as it is.
+"""Saved-tensor hooks: large tensors go to the session, everything else stays as it is.
 
 Hooks switch off autograd's own check that a saved tensor was not changed in place. What is
-offloaded does not need it (its bytes were copied at once); what is kept is checked here instead.
+offloaded does not need it (its bytes were copied at once); what is kept is checked when it is
+loaded.
 """
 
 import logging
-import weakref
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import xxhash
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from disco_client.errors import UnsupportedCall
+from disco_client.buffers import is_buffer
+from disco_client.packed import Kept, Offloaded, Packed, Wrapped
 from disco_client.residency import Group
 from disco_client.session import Session
-from disco_client.stored import StoredTensor
-from disco_client.tensors import copy_in, describe, is_supported
+from disco_client.sharing import Sharing
+from disco_client.tally import tally
+from disco_client.tensors import describe, is_supported
 
 _log = logging.getLogger(__name__)
 _warned_types: set[type] = set()
-
-
-class Kept:
-    """A tensor that stays in memory: too small, a parameter, or of a kind without plain bytes.
-
-    Holds it detached: keeping the tensor itself would tie its graph into a cycle.
-    """
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
-        self._version = version_of(tensor)
-
-    def load(self) -> torch.Tensor:
-        """The tensor. Raises ``RuntimeError`` as autograd does when it was changed in place."""
-        refuse_stale(self._tensor, self._version)
-        return self._tensor
 
 
 class Packer:
@@ -46,145 +31,107 @@ class Packer:
 
     Args:
         session: Where large tensors go.
-        min_bytes: Smaller tensors stay in memory.
+        min_bytes: Smaller tensors stay in memory, unless the caller says otherwise.
     """
 
     def __init__(self, session: Session, min_bytes: int) -> None:
-        self._session = session
-        self._min_bytes = min_bytes
-        self._stored: weakref.WeakValueDictionary[Hashable, _Shared] = weakref.WeakValueDictionary()
+        self.min_bytes = min_bytes
+        self._sharing = Sharing(session)
 
-    def hooks(self, group: Group) -> torch.autograd.graph.saved_tensors_hooks:
+    def hooks(
+        self, group: Group, min_bytes: int | None = None
+    ) -> torch.autograd.graph.saved_tensors_hooks:
         """A context in which autograd saves through this packer, for ``group``."""
+        least = self.min_bytes if min_bytes is None else min_bytes
         return torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: self._pack(tensor, group), _unpack
+            lambda tensor: self._pack(tensor, group, least), _unpack
         )
 
     def offloads(self, value: object) -> bool:
-        """Whether a saved ``value`` would go to the session."""
-        return isinstance(value, torch.Tensor) and self._wanted(value)
+        """Whether a saved ``value`` would go to the session, in whole or in part."""
+        return isinstance(value, torch.Tensor) and self._wanted(value, self.min_bytes)
 
-    def _pack(self, tensor: torch.Tensor, group: Group) -> "Kept | _Shared":
-        if not self._wanted(tensor):
+    def _pack(self, tensor: torch.Tensor, group: Group, min_bytes: int) -> Packed:
+        if not self._wanted(tensor, min_bytes):
             return Kept(tensor)
-        key = (*_identity(tensor, group), _contents(tensor))
-        stored = self._stored.get(key)
-        if stored is None:
-            stored = _Shared(self._session, tensor, group)
-            self._stored[key] = stored
-        return stored
+        if is_supported(tensor):
+            return self._store(tensor, group, None)
+        names, context = _wrapper(tensor).__tensor_flatten__()
+        inner = {name: getattr(tensor, name) for name in names}
+        packed: dict[str, Packed] = {
+            name: self._store(part, group, tensor) if _has_bytes(part, min_bytes) else Kept(part)
+            for name, part in inner.items()
+        }
+        return Wrapped(tensor, packed, context)
 
-    def _wanted(self, tensor: torch.Tensor) -> bool:
-        if tensor.numel() * tensor.element_size() < self._min_bytes:
+    def _store(self, tensor: torch.Tensor, group: Group, outer: torch.Tensor | None) -> Offloaded:
+        stored, spec = self._sharing.store(tensor, group, outer)
+        tally.offloaded += 1
+        return Offloaded(stored, spec)
+
+    def _wanted(self, tensor: torch.Tensor, min_bytes: int) -> bool:
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes < min_bytes:
+            tally.largest_small_bytes = max(tally.largest_small_bytes, nbytes)
             return False
         if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
             return False
-        if tensor.is_leaf and tensor.__dict__:  # attributes, which autograd keeps for leaves
-            return False
-        if not is_supported(tensor):
-            if type(tensor) not in _warned_types:
-                _warned_types.add(type(tensor))
-                _log.warning(
-                    "tensors of type %s (layout %s) stay in memory: they have no plain bytes to "
-                    "offload",
-                    type(tensor).__qualname__,
-                    tensor.layout,
-                )
-            return False
-        return not tensor.is_inference() and describe(tensor).nbytes >= self._min_bytes
+        if is_supported(tensor):
+            if tensor.is_leaf and tensor.__dict__:  # attributes, which autograd keeps for leaves
+                return False
+            return _has_bytes(tensor, min_bytes) and not is_buffer(tensor)
+        wrapper = _wrapper(tensor)
+        if is_traceable_wrapper_subclass(wrapper):
+            names, _ = wrapper.__tensor_flatten__()
+            if any(_has_bytes(getattr(tensor, name), min_bytes) for name in names):
+                return True
+        _warn_unsupported(tensor)
+        return False
 
 
-class InputGuard:
-    """Notices a function that changes its offloaded inputs in place.
-
-    The copy has the values from before the call, while autograd without hooks would refuse the
-    changed tensor in backward; so the call is refused at once.
-    """
-
-    def __init__(self, inputs: Sequence[object]) -> None:
-        self._inputs = inputs
-        self._versions = [version_of(value) for value in inputs]
-
-    def refuse_changes(self, packer: Packer, function: Callable[..., Any]) -> None:
-        """Raise :class:`UnsupportedCall` when an offloaded input has changed since the start."""
-        for position, (value, version) in enumerate(zip(self._inputs, self._versions, strict=True)):
-            if version_of(value) != version and packer.offloads(value):
-                raise UnsupportedCall(
-                    f"input {position} of {name_of(function)} was modified by an inplace "
-                    "operation inside it: the recomputation in backward would start from "
-                    "other values. Make the operation out of place, or clone the input first"
-                )
+def _wrapper(tensor: torch.Tensor) -> Any:
+    """The same object, without the static type that hides the protocol of wrappers."""
+    return tensor
 
 
-class _Shared(StoredTensor):
-    """A stored tensor that later saves of the very same bytes share.
-
-    Holds a weak reference to the source's storage, so that no new storage can get the address
-    that the sharing goes by while this lives.
-    """
-
-    __slots__ = ("_source",)
-
-    def __init__(self, session: Session, tensor: torch.Tensor, group: Group) -> None:
-        super().__init__(session, tensor, group)
-        self._source = StorageWeakRef(tensor.untyped_storage())
-
-
-def _unpack(packed: Kept | _Shared) -> torch.Tensor:
-    return packed.load()
-
-
-def _contents(tensor: torch.Tensor) -> Hashable:
-    """What tells two contents of one buffer apart where the version does not.
-
-    A leaf may be a buffer that is filled anew through ``.data``, numpy or a loader, none of which
-    count as a change; so its bytes are hashed, at a third of what storing them again would cost.
-    Off the CPU they are not compared, and such a tensor is stored each time. A tensor that
-    autograd made is changed in such ways by nobody who wants right gradients.
-    """
-    if tensor.grad_fn is not None:
-        return None
-    if tensor.device.type != "cpu":
-        return object()
-    spec = describe(tensor)
-    memory = bytearray(spec.nbytes)
-    copy_in(tensor, spec, memoryview(memory))
-    return xxhash.xxh3_128_digest(memory)
-
-
-def _identity(tensor: torch.Tensor, group: Group) -> tuple[Hashable, ...]:
-    """Equal only for tensors with the same storage, version and form."""
+def _has_bytes(tensor: torch.Tensor, min_bytes: int) -> bool:
+    """Whether a tensor can be stored, and has that many bytes when expanded ones count once."""
     return (
-        tensor.untyped_storage()._cdata,
-        tensor._version,
-        tensor.dtype,
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        tensor.is_conj(),
-        tensor.is_neg(),
-        id(group),
+        is_supported(tensor)
+        and not tensor.is_inference()
+        and describe(tensor).nbytes >= max(1, min_bytes)
     )
 
 
-def refuse_stale(tensor: torch.Tensor, version: int) -> None:
-    """Raise as autograd does when ``tensor`` is not at ``version`` any more."""
-    if version_of(tensor) != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an "
-            f"inplace operation: a saved {tuple(tensor.shape)} tensor is at version "
-            f"{version_of(tensor)}; expected version {version} instead"
+def _warn_unsupported(tensor: torch.Tensor) -> None:
+    kind = type(tensor)
+    tally.unsupported.add(kind.__qualname__)
+    if kind not in _warned_types:
+        _warned_types.add(kind)
+        _log.warning(
+            "tensors of type %s (layout %s) stay in memory: they have no plain bytes to offload",
+            kind.__qualname__,
+            tensor.layout,
         )
 
 
-def version_of(value: object) -> int:
-    """The in-place version of a tensor; -1 for what has none."""
-    if not isinstance(value, torch.Tensor) or value.is_inference():
-        return -1
-    return value._version
+def _unpack(packed: Packed) -> torch.Tensor:
+    return packed.load()
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """The function's or module's name, for messages."""
-    name: str = getattr(function, "__qualname__", type(function).__qualname__)
-    return name
+_nesting = threading.local()
+
+
+@contextmanager
+def recomputed_region() -> Iterator[None]:
+    """Mark what runs inside as recomputed by an enclosing checkpointed call of discod."""
+    _nesting.depth = getattr(_nesting, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _nesting.depth -= 1
+
+
+def in_recomputed_region() -> bool:
+    """Whether an enclosing call recomputes everything here, so that nothing need be stored."""
+    return getattr(_nesting, "depth", 0) > 0

@@ -4,7 +4,7 @@ An instruction names the blob by its id; completions come back by the same id th
 ``Residency.write_done`` and ``Residency.read_done``.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from disco_client.extents import Piece
 from discod.wire.messages import Failure
@@ -66,8 +66,10 @@ class WriteFailure:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Bytes are of whole pages, as the slots have them; the rest are numbers of loads."""
+    """Bytes are of whole pages, as the slots have them; the rest are numbers of blobs or loads."""
 
+    saved_blobs: int = 0
+    """Blobs that were filled."""
     saved_bytes: int = 0
     """Bytes of all blobs that were filled."""
     written_bytes: int = 0
@@ -85,11 +87,5 @@ class Counters:
 
     def since(self, earlier: "Counters") -> "Counters":
         """What was counted after ``earlier``."""
-        return Counters(
-            saved_bytes=self.saved_bytes - earlier.saved_bytes,
-            written_bytes=self.written_bytes - earlier.written_bytes,
-            elided_bytes=self.elided_bytes - earlier.elided_bytes,
-            read_bytes=self.read_bytes - earlier.read_bytes,
-            prefetch_hits=self.prefetch_hits - earlier.prefetch_hits,
-            prefetch_misses=self.prefetch_misses - earlier.prefetch_misses,
-        )
+        pairs = zip(astuple(self), astuple(earlier), strict=True)
+        return Counters(*(now - then for now, then in pairs))

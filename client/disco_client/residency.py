@@ -69,6 +69,7 @@ class Residency:
         self.capacity_bytes = capacity_bytes
         self.live_blobs = 0
         """Blobs that are not freed."""
+        self.saved_blobs = 0
         self.saved_bytes = 0
         self.written_bytes = 0
         self.elided_bytes = 0
@@ -139,7 +140,7 @@ class Residency:
             self._held.release(record)
         else:
             record.move(State.DIRTY)
-            self.saved_bytes += record.size_bytes
+            self._count_saved(record)
             self._held.settle(record)
             if self._order.writes_at_once(record.index):
                 self._held.want_write(record)
@@ -218,6 +219,23 @@ class Residency:
         self._held.settle(record)
         return True, self._advance()
 
+    def lend_resident(self, blob: int) -> bool:
+        """True: the data is in RAM and on loan until :meth:`unpin`; this is no use of the blob.
+
+        Raises:
+            HandleReleased: No such blob, or it is freed.
+        """
+        record = self._live(blob)
+        if record.state not in (State.DIRTY, State.WRITING, State.CLEAN):
+            return False
+        if record.lost or record.stale:
+            return False
+        if record.pins == 0:
+            record.clean_loan = record.state is State.CLEAN
+        record.pins += 1
+        self._held.settle(record)
+        return True
+
     def unpin(self, blob: int, modified: bool = False) -> list[Instruction]:
         """A loan ended; works on freed blobs too.
 
@@ -266,7 +284,7 @@ class Residency:
         record = self._live(blob)
         self._held.cancel(record)
         if record.state is State.FILLING:
-            self.saved_bytes += record.size_bytes
+            self._count_saved(record)
         if not record.written:
             self.elided_bytes += record.size_bytes
         self._end(record)
@@ -349,6 +367,7 @@ class Residency:
     def totals(self) -> Counters:
         """All counters, since the start."""
         return Counters(
+            saved_blobs=self.saved_blobs,
             saved_bytes=self.saved_bytes,
             written_bytes=self.written_bytes,
             elided_bytes=self.elided_bytes,
@@ -420,6 +439,10 @@ class Residency:
             self._held.settle(blob)
 
     # Steps
+
+    def _count_saved(self, blob: Blob) -> None:
+        self.saved_blobs += 1
+        self.saved_bytes += blob.size_bytes
 
     def _check_unmodified(self, blob: Blob) -> None:
         fact = f"a tensor of {format_size(blob.size_bytes)} loaded earlier was changed in place"

@@ -133,17 +133,23 @@ class Session:
             while True:
                 with self._section():
                     if self._try_load(blob, wait):
-                        slot = self._residency.slot(blob)
-                        view = self._arena.view[slot : slot + size_bytes]
-                        loan = Loan(blob)
-                        self._loans.setdefault(blob, []).append(loan)
-                        weakref.finalize(view, self._drop, loan).atexit = False
-                        return view, loan
+                        return self._lend(blob, size_bytes)
                     self.link.check(blocked=True)
                     seen = self._changes
                 self._pause(seen)
         finally:
             self._load_wait_seconds += wait.seconds
+
+    def peek(self, blob: int, size_bytes: int) -> memoryview | None:
+        """The blob's bytes to look at, if they are in RAM now; as :meth:`load`, but no use of it.
+
+        Raises:
+            HandleReleased: It was freed.
+        """
+        with self._section():
+            if not self._residency.lend_resident(blob):
+                return None
+            return self._lend(blob, size_bytes)[0]
 
     def wait_saved(self, blob: int, timeout: float | None) -> None:
         """Until the blob needs no more of the disk: it is written, or stays in RAM.
@@ -330,6 +336,14 @@ class Session:
         self._cycle_waits = waits[0] - self._cycle_start[0], waits[1] - self._cycle_start[1]
         self._cycle_start = waits
         self._transfers.trim()
+
+    def _lend(self, blob: int, size_bytes: int) -> tuple[memoryview, Loan]:
+        slot = self._residency.slot(blob)
+        view = self._arena.view[slot : slot + size_bytes]
+        loan = Loan(blob)
+        self._loans.setdefault(blob, []).append(loan)
+        weakref.finalize(view, self._drop, loan).atexit = False
+        return view, loan
 
     # Room
 

@@ -8,6 +8,7 @@ class Counters:
     """Totals over some span of time. Bytes are whole pages as they stand in the arena.
 
     Attributes:
+        saved_blobs: Tensors copied into the arena; one that is saved again unchanged counts once.
         saved_bytes: Copied into the arena.
         written_bytes: Written to the scratch.
         elided_bytes: Freed without ever having been written.
@@ -18,6 +19,7 @@ class Counters:
         load_wait_seconds: Time that loads waited for a read, or for room to read into.
     """
 
+    saved_blobs: int = 0
     saved_bytes: int = 0
     written_bytes: int = 0
     elided_bytes: int = 0

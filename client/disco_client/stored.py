@@ -7,7 +7,7 @@ import torch
 from disco_client.errors import HandleReleased
 from disco_client.residency import Group
 from disco_client.session import Loan, Session
-from disco_client.tensors import Layout, copy_in, describe, rebuild
+from disco_client.tensors import Layout, TensorSpec, copy_in, describe, rebuild
 
 
 class StoredTensor:
@@ -37,11 +37,14 @@ class StoredTensor:
                 spec.nbytes, lambda memory: copy_in(tensor, spec, memory), group, owner=self
             )
 
-    def load(self, device: torch.device | None = None) -> torch.Tensor:
+    def load(
+        self, device: torch.device | None = None, spec: TensorSpec | None = None
+    ) -> torch.Tensor:
         """The tensor, exactly as it was saved, without autograd history.
 
         Args:
             device: Where to; by default the device it was saved from.
+            spec: Another tensor's that has the same bytes; by default the saved one's.
 
         Returns:
             On the CPU a zero-copy view of the arena where the layout allows. The slot is kept
@@ -52,7 +55,7 @@ class StoredTensor:
             HandleReleased: It was released.
             BlobError, RoomError, DaemonLost: As :meth:`Session.load`.
         """
-        spec = self.spec
+        spec = spec or self.spec
         target = spec.device if device is None else device
         if not spec.nbytes:
             return rebuild(torch.empty(0, dtype=torch.uint8), spec, target)
@@ -63,6 +66,10 @@ class StoredTensor:
             if target.type == "cpu" and spec.layout is Layout.SPAN:
                 _watch(flat, loan)
             return rebuild(flat, spec, target)
+
+    def peek(self) -> memoryview | None:
+        """The bytes, read-only by agreement, if they are in RAM now. Not a use of the blob."""
+        return self._session.peek(self._live_blob(), self.spec.nbytes)
 
     def wait_saved(self, timeout: float | None) -> None:
         """As :meth:`Session.wait_saved`; an empty tensor is saved from the start."""

@@ -274,7 +274,8 @@ def test_a_buffer_that_is_filled_anew_is_another_input() -> None:
     assert weight.grad is not None
     assert weight.grad[0, 0] == 3 * ROWS
     assert disco_client.stats().live_blobs == 1
-    buffer.data.fill_(1.0)
+    del first
+    first = disco_client.checkpoint(lambda h: h @ weight, buffer)
     second = disco_client.checkpoint(lambda h: h @ weight, buffer)
     assert disco_client.stats().live_blobs == 1
     del first, second

@@ -1,0 +1,113 @@
+"""``offload()``: every saved activation of a block kept by discod, without any recomputation."""
+
+import functools
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from disco_client import connection
+from disco_client.buffers import remember
+from disco_client.compiling import runs_eagerly
+from disco_client.errors import UnsupportedCall
+from disco_client.residency import Group
+from disco_client.tally import tally
+from discod.wire.sizes import parse_size
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_group = Group()
+"""The owner of all blobs of ``offload()``."""
+
+_FUNC_REFUSAL = "don't yet support saved tensor hooks"
+
+
+class offload:
+    """A block, or a decorated function, whose saved activations discod keeps.
+
+    Every tensor of at least ``min_bytes`` that autograd saves inside is copied to the arena and
+    not kept in memory by the graph; backward loads it back, inside the block or outside. Stays in
+    memory: parameters, buffers, smaller tensors, and tensors without plain bytes, of which one
+    warning tells. Bytes that several operations save are stored once, whatever view each has of
+    them. A tensor subclass around plain tensors (DTensor, quantized weights) is stored by its
+    parts. Values are those at the time of the save; a later change in place is no error.
+
+    The object may be used again, nested and in several threads.
+
+    Args:
+        model: A model whose buffers are to stay in memory. Needed only for a model that was built
+            before ``import disco_client``, or by ``copy.deepcopy``.
+        min_bytes: In bytes or as ``"1MiB"``; default that of :func:`disco_client.connect`.
+
+    Raises:
+        ValueError: ``min_bytes`` is malformed.
+        UnsupportedCall: A transform of ``torch.func`` was called inside: torch does not let them
+            run under saved-tensor hooks.
+        DiscodError: No daemon, or no room. In backward: the blob cannot be had.
+
+    Example:
+        >>> with disco_client.offload():  # doctest: +SKIP
+        ...     loss = model(batch)
+        >>> loss.backward()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, model: torch.nn.Module | None = None, *, min_bytes: int | str | None = None
+    ) -> None:
+        if model is not None:
+            remember(model)
+        self._min_bytes = None if min_bytes is None else _size(min_bytes)
+        self._entered = _Stack()
+
+    @runs_eagerly
+    def __enter__(self) -> None:
+        hooks = None
+        if torch.is_grad_enabled():
+            tally.calls += 1
+            hooks = connection.current().packer.hooks(_group, self._min_bytes)
+            hooks.__enter__()
+        self._entered.stack.append(hooks)
+
+    @runs_eagerly
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        hooks = self._entered.stack.pop()
+        if hooks is None:
+            return
+        hooks.__exit__()
+        if isinstance(error, RuntimeError) and _FUNC_REFUSAL in str(error):
+            raise UnsupportedCall(
+                "a torch.func transform was called inside disco_client.offload(), and torch lets "
+                "none run under saved-tensor hooks; call it outside of the block, or use "
+                "disco_client.checkpoint for the layers instead"
+            ) from error
+
+    def __call__(self, function: _F) -> _F:
+        """Decorate ``function``: each call of it is a block of its own."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]  # the same signature
+
+
+class _Stack(threading.local):
+    """The hooks that this thread has entered, innermost last; None where gradients were off."""
+
+    def __init__(self) -> None:
+        self.stack: list[torch.autograd.graph.saved_tensors_hooks | None] = []
+
+
+def _size(text: int | str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"min_bytes: {error}") from error

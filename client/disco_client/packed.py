@@ -1,0 +1,69 @@
+"""What stands in the graph for a saved tensor: itself, its bytes elsewhere, or its parts."""
+
+from typing import Any, Protocol
+
+import torch
+
+from disco_client.inplace import refuse_stale, version_of
+from disco_client.sharing import SharedTensor
+from disco_client.tensors import TensorSpec
+
+
+class Packed(Protocol):
+    """What stands in the graph for a saved tensor."""
+
+    def load(self) -> torch.Tensor:
+        """The tensor as it was saved."""
+
+
+class Kept:
+    """A tensor that stays in memory: too small, alive anyway, or of a kind without plain bytes.
+
+    Holds it detached: keeping the tensor itself would tie its graph into a cycle.
+    """
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._version = version_of(tensor)
+
+    def load(self) -> torch.Tensor:
+        """The tensor. Raises ``RuntimeError`` as autograd does when it was changed in place."""
+        refuse_stale(self._tensor, self._version)
+        return self._tensor
+
+
+class Offloaded:
+    """A tensor whose bytes the session has, perhaps shared with other saves of them."""
+
+    __slots__ = ("_spec", "_stored")
+
+    def __init__(self, stored: SharedTensor, spec: TensorSpec) -> None:
+        self._stored = stored
+        self._spec = spec
+
+    def load(self) -> torch.Tensor:
+        """The tensor, with the shape and strides of this save."""
+        return self._stored.load(spec=self._spec)
+
+
+class Wrapped:
+    """A tensor subclass around plain tensors (DTensor, quantized weights), each packed for itself.
+
+    Source of the protocol: ``torch.utils._python_dispatch.TraceableWrapperSubclass``.
+    """
+
+    def __init__(self, tensor: Any, inner: dict[str, Packed], context: object) -> None:
+        self._type = type(tensor)
+        self._inner = inner
+        self._context = context
+        self._shape, self._stride = tensor.size(), tensor.stride()
+
+    def load(self) -> torch.Tensor:
+        """An equal instance of the subclass, without history."""
+        inner = {name: packed.load() for name, packed in self._inner.items()}
+        tensor: torch.Tensor = self._type.__tensor_unflatten__(
+            inner, self._context, self._shape, self._stride
+        )
+        return tensor.detach()

@@ -1,0 +1,130 @@
+"""One checkpointed call: its tensors laid out for torch to save, and put back for running it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from disco_client.hooks import Packer, recomputed_region
+from disco_client.inplace import InputGuard, refuse_stale, version_of
+
+
+class Prepared:
+    """``function(*args, **kwargs)`` as a callable of flat inputs, which torch's checkpoint saves.
+
+    Tensors in lists, tuples and dicts are laid out too, so that they can be offloaded. The first
+    run, in forward, gets the very objects that were given. A recomputation gets containers that
+    are built anew around the loaded tensors, unless the first run changed the given ones: those
+    it gets as they are, as it would from torch.
+
+    Args:
+        function, args, kwargs: The call.
+        packer: Decides what is offloaded.
+
+    Attributes:
+        inputs: What torch is to save and hand back.
+        worthwhile: Whether anything of it would be offloaded.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        packer: Packer,
+    ) -> None:
+        self.inputs: list[Any] = []
+        self.worthwhile = False
+        self._function = function
+        self._packer = packer
+        self._positional = len(args)
+        self._names = tuple(kwargs)
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._specs: list[TreeSpec] = []
+        self._containers: list[tuple[int, Any, list[Any]]] = []
+        self._changed: dict[int, Any] = {}
+        for value in (*args, *kwargs.values()):
+            self._lay_out(value)
+        self._guard = InputGuard(self.inputs)
+
+    def _lay_out(self, value: Any) -> None:
+        leaves, spec = tree_flatten(value, is_leaf=_is_leaf)
+        goes = [self._packer.offloads(leaf) for leaf in leaves]
+        if not any(goes) and not spec.is_leaf():
+            leaves, spec, goes = [value], _LEAF, [False]
+        if not spec.is_leaf():
+            self._containers.append((len(self._specs), value, leaves))
+        self._specs.append(spec)
+        self.worthwhile = self.worthwhile or any(goes)
+        for leaf, offloaded in zip(leaves, goes, strict=True):
+            by_reference = isinstance(leaf, torch.Tensor) and not offloaded
+            self.inputs.append(_Referenced(leaf) if by_reference else leaf)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run it: the first time as it was given, then from ``inputs`` as torch hands them back."""
+        if self._given is not None:
+            (args, kwargs), self._given = self._given, None
+        else:
+            args, kwargs = self._put_back(inputs)
+        with recomputed_region():
+            return self._function(*args, **kwargs)
+
+    def run_by_torch(self) -> None:
+        """The first run is torch's own, of the function itself: all calls here are later ones."""
+        self._given = None
+
+    def finish(self) -> None:
+        """The first run is over: let go of what was given, and look at what it did to it.
+
+        Raises:
+            UnsupportedCall: It changed an offloaded input in place.
+        """
+        self._guard.refuse_changes(self._packer.offloads, self._function)
+        for index, container, leaves in self._containers:
+            now, spec = tree_flatten(container, is_leaf=_is_leaf)
+            same = spec == self._specs[index] and all(map(_is, now, leaves))
+            if not same:
+                self._changed[index] = container
+        del self._guard, self._containers, self.inputs
+
+    def _put_back(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        values, start = [], 0
+        for index, spec in enumerate(self._specs):
+            end = start + spec.num_leaves
+            if index in self._changed:
+                values.append(self._changed[index])
+            else:
+                leaves = [v.get() if isinstance(v, _Referenced) else v for v in inputs[start:end]]
+                values.append(tree_unflatten(leaves, spec))
+            start = end
+        keywords = dict(zip(self._names, values[self._positional :], strict=True))
+        return tuple(values[: self._positional]), keywords
+
+
+class _Referenced:
+    """A tensor that stays in memory, passed around the hooks as the very object it is.
+
+    The hooks would take its Python type or attributes away. Changes in place are checked here, as
+    autograd would check them.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._version = version_of(tensor)
+
+    def get(self) -> torch.Tensor:
+        refuse_stale(self._tensor, self._version)
+        return self._tensor
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _is_leaf(value: object) -> bool:
+    """Everything but the plain containers, which are the same whoever builds them."""
+    return type(value) not in (list, tuple, dict)
+
+
+_, _LEAF = tree_flatten(None, is_leaf=_is_leaf)

@@ -1,0 +1,23 @@
+"""What discod was asked to do in this process, counted for explaining why it did nothing."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counted since the process began; nothing is ever reset.
+
+    Attributes:
+        calls: Checkpointed calls, and ``offload()`` blocks, that ran with gradients.
+        offloaded: Saves that went to the session, shared ones included.
+        largest_small_bytes: The largest tensor that stayed in memory for its size.
+        unsupported: Names of tensor types that stayed in memory.
+    """
+
+    calls: int = 0
+    offloaded: int = 0
+    largest_small_bytes: int = 0
+    unsupported: set[str] = field(default_factory=set)
+
+
+tally = Tally()
