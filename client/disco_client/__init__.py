@@ -35,6 +35,7 @@ from disco_client.errors import (
 from disco_client.function import Disco
 from disco_client.manager import BlobHandle, DiskOffloadManager
 from disco_client.offload import offload
+from disco_client.patches.torch import enable as patch_torch
 from disco_client.stats import Counters, Stats
 
 __all__ = [  # noqa: RUF022  # grouped by topic
@@ -48,6 +49,7 @@ __all__ = [  # noqa: RUF022  # grouped by topic
     "checkpoint",
     "Disco",
     "offload",
+    "patch_torch",
     # tensors by hand
     "DiskOffloadManager",
     "BlobHandle",

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from disco_client import summary
 from disco_client.arena import HUGE_PAGE_BYTES, Arena
-from disco_client.errors import DaemonNotRunning, UsageError
+from disco_client.errors import DaemonNotRunning, DiscodError, UsageError
 from disco_client.greeting import Greeting
 from disco_client.hooks import Packer
 from disco_client.launch import SETTLE_SECONDS, Launcher
@@ -131,6 +132,8 @@ def close() -> None:
     with _lock:
         connection, _connection = _connection, None
     if connection is not None:
+        with contextlib.suppress(DiscodError):  # the daemon is gone, or the session is torn
+            summary.finish(connection.session.stats())
         connection.session.close()
         if connection.launcher is not None:
             connection.launcher.close()

@@ -46,6 +46,7 @@ class Prepared:
         self._changed: dict[int, Any] = {}
         for value in (*args, *kwargs.values()):
             self._lay_out(value)
+        self._show_devices()
         self._guard = InputGuard(self.inputs)
 
     def _lay_out(self, value: Any) -> None:
@@ -60,6 +61,12 @@ class Prepared:
         for leaf, offloaded in zip(leaves, goes, strict=True):
             by_reference = isinstance(leaf, torch.Tensor) and not offloaded
             self.inputs.append(_Referenced(leaf) if by_reference else leaf)
+
+    def _show_devices(self) -> None:
+        """Let torch see the devices of what is passed by reference: it keeps their random state."""
+        seen = {value.device for value in self.inputs if isinstance(value, torch.Tensor)}
+        hidden = {value.device for value in self.inputs if isinstance(value, _Referenced)}
+        self.inputs += [torch.empty(0, device=device) for device in hidden - seen]
 
     def __call__(self, *inputs: Any) -> Any:
         """Run it: the first time as it was given, then from ``inputs`` as torch hands them back."""
@@ -112,6 +119,10 @@ class _Referenced:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
         self._version = version_of(tensor)
+
+    @property
+    def device(self) -> torch.device:
+        return self._tensor.device
 
     def get(self) -> torch.Tensor:
         refuse_stale(self._tensor, self._version)

@@ -1,0 +1,75 @@
+"""A patch proves itself: one warning when it has moved nothing, with the reason."""
+
+import logging
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from disco_client import connection
+from disco_client.tally import tally
+from discod.wire.sizes import format_size
+
+_log = logging.getLogger(__name__)
+
+
+class Proof:
+    """Looks, when an optimizer first steps, whether anything was offloaded since :meth:`begin`.
+
+    An optimizer's step is what every framework does after its first backward.
+
+    Args:
+        name: The patch, for the warning.
+        remedy: What to check when no call arrived at all; a sentence.
+    """
+
+    def __init__(self, name: str, remedy: str) -> None:
+        self._name = name
+        self._remedy = remedy
+        self._handle: RemovableHandle | None = None
+        self._calls = 0
+        self._offloaded = 0
+
+    def begin(self) -> None:
+        """Count from here."""
+        self.end()
+        self._calls, self._offloaded = tally.calls, tally.offloaded
+        self._handle = register_optimizer_step_pre_hook(self._look)
+
+    def end(self) -> None:
+        """Do not look any more."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def check(self) -> None:
+        """Warn, once, if nothing was offloaded; for frameworks that tell when backward is over."""
+        if self._handle is None:
+            return
+        self.end()
+        if tally.offloaded == self._offloaded:
+            _log.warning(
+                "the %s patch of discod is enabled, but nothing was offloaded by the end of the "
+                "first backward: %s",
+                self._name,
+                self._reason(),
+            )
+
+    def _look(self, *_: Any) -> None:
+        self.check()
+
+    def _reason(self) -> str:
+        if tally.calls == self._calls:
+            return f"no checkpointed call reached discod. {self._remedy}"
+        reasons = []
+        if tally.largest_small_bytes:
+            least = connection.current().packer.min_bytes
+            reasons.append(
+                f"the largest tensor that was to be saved has "
+                f"{format_size(tally.largest_small_bytes)}, and min_bytes is "
+                f"{format_size(least)} (connect(min_bytes=))"
+            )
+        if tally.unsupported:
+            kinds = ", ".join(sorted(tally.unsupported))
+            reasons.append(f"tensors of type {kinds} cannot be kept as bytes")
+        return "; ".join(reasons) or "all that was saved are parameters and buffers"

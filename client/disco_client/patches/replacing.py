@@ -1,0 +1,108 @@
+"""``Patch``: attributes of other packages, replaced once and put back exactly."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from disco_client import summary
+from disco_client.errors import UsageError
+from disco_client.patches.proof import Proof
+
+
+class Replacement(NamedTuple):
+    """One attribute to replace.
+
+    Attributes:
+        owner: The module or class that has it.
+        name: The attribute.
+        make: Gives the new value from the original one.
+    """
+
+    owner: Any
+    name: str
+    make: Callable[[Any], Any]
+
+
+class Patch:
+    """What one framework's module replaces.
+
+    Args:
+        name: For messages: ``"torch"``.
+        replacements: Gives the replacements; asked at each :meth:`enable`, so that the framework
+            need not be imported before.
+        remedy: What to check when nothing was offloaded, as a sentence for the warning.
+    """
+
+    def __init__(
+        self, name: str, replacements: Callable[[], Sequence[Replacement]], remedy: str
+    ) -> None:
+        self.name = name
+        self._replacements = replacements
+        self._proof = Proof(name, remedy)
+        self._applied: list[_Applied] = []
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the replacements are in place."""
+        return bool(self._applied)
+
+    def enable(self) -> None:
+        """Replace everything; nothing happens when that is done already.
+
+        Raises:
+            UsageError: The framework has no such attribute: its version is not supported.
+        """
+        if self.enabled:
+            return
+        applied = []
+        for owner, name, make in self._replacements():
+            if not hasattr(owner, name):
+                raise UsageError(
+                    f"the {self.name} patch does not know this version: {_path(owner)} has no "
+                    f"{name}; nothing was changed. Call disco_client.checkpoint or "
+                    "disco_client.offload directly"
+                )
+            own = vars(owner).get(name, _INHERITED)
+            applied.append(_Applied(owner, name, own, make(getattr(owner, name))))
+        for one in applied:
+            setattr(one.owner, one.name, one.new)
+        self._applied = applied
+        self._proof.begin()
+        summary.show_at_end()
+
+    def disable(self) -> None:
+        """Put the originals back; nothing happens when that is done already.
+
+        Raises:
+            UsageError: Somebody replaced an attribute again in the meantime. Putting the original
+                back would undo that too, so nothing is changed.
+        """
+        for one in self._applied:
+            if vars(one.owner).get(one.name) is not one.new:
+                raise UsageError(
+                    f"{_path(one.owner)}.{one.name} was replaced by something else after the "
+                    f"{self.name} patch of discod; undo that first"
+                )
+        for one in reversed(self._applied):
+            if one.original is _INHERITED:
+                delattr(one.owner, one.name)
+            else:
+                setattr(one.owner, one.name, one.original)
+        self._applied = []
+        self._proof.end()
+
+
+class _Applied(NamedTuple):
+    owner: Any
+    name: str
+    original: Any
+    new: Any
+
+
+_INHERITED = object()
+"""Stands for the original of an attribute that the owner only inherits."""
+
+
+def _path(owner: Any) -> str:
+    module = getattr(owner, "__module__", None)
+    name: str = getattr(owner, "__qualname__", None) or owner.__name__
+    return f"{module}.{name}" if module else name

@@ -1,0 +1,37 @@
+"""The line at the end of a run that says what was moved.
+
+Off until a patch is enabled, or ``DISCOD_SUMMARY=1``; ``DISCOD_SUMMARY=0`` silences it.
+"""
+
+import os
+import sys
+
+from disco_client.stats import Stats
+from discod.wire.sizes import format_size
+
+_shown = False
+
+
+def show_at_end() -> None:
+    """Print the line when this process detaches; the first rank of a node speaks for all."""
+    global _shown
+    _shown = True
+
+
+def finish(stats: Stats) -> None:
+    """Print the line for ``stats``, if it is wanted and there is something to say."""
+    wanted = os.environ.get("DISCOD_SUMMARY", "1" if _shown else "0") not in ("", "0")
+    if wanted and stats.saved_blobs and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(line(stats), file=sys.stderr, flush=True)
+
+
+def line(stats: Stats) -> str:
+    """``stats`` in one line."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or "1")
+    who = "discod" if ranks == 1 else f"discod (rank 0 of {ranks} here)"
+    waited = stats.save_wait_seconds + stats.load_wait_seconds
+    return (
+        f"{who}: {stats.saved_blobs} tensors, {format_size(stats.saved_bytes)} saved; "
+        f"{format_size(stats.written_bytes)} written to disk, the rest stayed in RAM "
+        f"({format_size(stats.arena_bytes)} arena); waited {waited:.1f} s"
+    )
