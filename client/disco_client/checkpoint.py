@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 
 from disco_client import connection
 from disco_client.compiling import runs_eagerly
-from disco_client.hooks import in_recomputed_region, recomputed_region
+from disco_client.hooks import recomputed_region, region_depth
 from disco_client.prepared import Prepared
 from disco_client.residency import Group
 from disco_client.tally import tally
@@ -86,7 +86,7 @@ def prepare(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Prepared | None:
     """The call, ready to be run under the packer's hooks; None when nothing is to be offloaded."""
-    if not torch.is_grad_enabled() or in_recomputed_region():
+    if not torch.is_grad_enabled() or region_depth():
         return None
     tally.calls += 1
     call = Prepared(function, args, kwargs, connection.current().packer)

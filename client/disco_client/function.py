@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from disco_client import connection
 from disco_client.compiling import runs_eagerly
 from disco_client.errors import UnsupportedCall, UnsupportedKeyword, UnsupportedOutput
-from disco_client.hooks import in_recomputed_region, recomputed_region
+from disco_client.hooks import recomputed_region, region_depth
 from disco_client.inplace import InputGuard, name_of
 from disco_client.manager import DiskOffloadManager
 from disco_client.residency import Group
@@ -124,7 +124,7 @@ def offload_reentrant(
     Raises:
         UnsupportedCall: ``function`` changed an offloaded input in place.
     """
-    if in_recomputed_region():
+    if region_depth():
         return apply(function, *inputs)
     tally.calls += 1
     packer = connection.current().packer

@@ -7,7 +7,7 @@ loaded.
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,13 +39,24 @@ class Packer:
         self._sharing = Sharing(session)
 
     def hooks(
-        self, group: Group, min_bytes: int | None = None
+        self,
+        group: Group,
+        min_bytes: int | None = None,
+        rests: Callable[[], bool] = lambda: False,
     ) -> torch.autograd.graph.saved_tensors_hooks:
-        """A context in which autograd saves through this packer, for ``group``."""
+        """A context in which autograd saves through this packer, for ``group``.
+
+        Args:
+            group: The owner that the blobs count for.
+            min_bytes: In place of the packer's own.
+            rests: Asked at each save; while it says so, everything stays in memory.
+        """
         least = self.min_bytes if min_bytes is None else min_bytes
-        return torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: self._pack(tensor, group, least), _unpack
-        )
+
+        def pack(tensor: torch.Tensor) -> Packed:
+            return Kept(tensor) if rests() else self._pack(tensor, group, least)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
     def offloads(self, value: object) -> bool:
         """Whether a saved ``value`` would go to the session, in whole or in part."""
@@ -125,13 +136,14 @@ _nesting = threading.local()
 @contextmanager
 def recomputed_region() -> Iterator[None]:
     """Mark what runs inside as recomputed by an enclosing checkpointed call of discod."""
-    _nesting.depth = getattr(_nesting, "depth", 0) + 1
+    _nesting.depth = region_depth() + 1
     try:
         yield
     finally:
         _nesting.depth -= 1
 
 
-def in_recomputed_region() -> bool:
-    """Whether an enclosing call recomputes everything here, so that nothing need be stored."""
-    return getattr(_nesting, "depth", 0) > 0
+def region_depth() -> int:
+    """How many enclosing calls recompute everything here; above 0, nothing need be stored."""
+    depth: int = getattr(_nesting, "depth", 0)
+    return depth

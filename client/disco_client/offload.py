@@ -12,6 +12,7 @@ from disco_client import connection
 from disco_client.buffers import remember
 from disco_client.compiling import runs_eagerly
 from disco_client.errors import UnsupportedCall
+from disco_client.hooks import region_depth
 from disco_client.residency import Group
 from disco_client.tally import tally
 from discod.wire.sizes import parse_size
@@ -63,12 +64,12 @@ class offload:
 
     @runs_eagerly
     def __enter__(self) -> None:
-        hooks = None
+        entry = None
         if torch.is_grad_enabled():
             tally.calls += 1
-            hooks = connection.current().packer.hooks(_group, self._min_bytes)
-            hooks.__enter__()
-        self._entered.stack.append(hooks)
+            entry = _Entry(self._min_bytes)
+            entry.hooks.__enter__()
+        self._entered.stack.append(entry)
 
     @runs_eagerly
     def __exit__(
@@ -77,10 +78,11 @@ class offload:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        hooks = self._entered.stack.pop()
-        if hooks is None:
+        entry = self._entered.stack.pop()
+        if entry is None:
             return
-        hooks.__exit__()
+        entry.over = True
+        entry.hooks.__exit__()
         if isinstance(error, RuntimeError) and _FUNC_REFUSAL in str(error):
             raise UnsupportedCall(
                 "a torch.func transform was called inside disco_client.offload(), and torch lets "
@@ -99,11 +101,28 @@ class offload:
         return call  # type: ignore[return-value]  # the same signature
 
 
+class _Entry:
+    """One time that a block was entered.
+
+    Its hooks rest where they would do harm: in what a checkpointed call inside of the block
+    recomputes, when backward runs in the block too; and after the block, since autograd's engine
+    puts hooks back that were left from within a backward hook.
+    """
+
+    def __init__(self, min_bytes: int | None) -> None:
+        self.over = False
+        self._depth = region_depth()
+        self.hooks = connection.current().packer.hooks(_group, min_bytes, self._rests)
+
+    def _rests(self) -> bool:
+        return self.over or region_depth() > self._depth
+
+
 class _Stack(threading.local):
-    """The hooks that this thread has entered, innermost last; None where gradients were off."""
+    """What this thread has entered, innermost last; None where gradients were off."""
 
     def __init__(self) -> None:
-        self.stack: list[torch.autograd.graph.saved_tensors_hooks | None] = []
+        self.stack: list[_Entry | None] = []
 
 
 def _size(text: int | str) -> int:
