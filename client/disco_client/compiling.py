@@ -9,6 +9,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def runs_eagerly(function: _F) -> _F:
-    """A graph break around ``function``; what it calls may be compiled again."""
-    wrapped: _F = torch.compiler.disable(function, recursive=False)
+    """A graph break around ``function`` and all that it calls, as torch's own checkpoint has it.
+
+    A layer that is compiled by itself, ``checkpoint(torch.compile(layer), ...)``, stays so.
+    """
+    wrapped: _F = torch.compiler.disable(function)
     return wrapped
