@@ -407,3 +407,15 @@ def test_keywords_are_refused_by_disco() -> None:
     """They would be dropped, or lose their gradient; the text names what takes them."""
     with pytest.raises(TypeError, match=r"scale.*disco_client\.checkpoint"):
         DISCO.apply(lambda h, scale: h, leaf() * 1.0, scale=3)
+
+
+def test_settings_of_disco() -> None:
+    """The settings reach the manager: equal ones share it, a nonsense one is refused."""
+    instance = disco_client.Disco.get_instance
+    assert instance() is instance()
+    assert instance(prefetch_size=2) is not instance()
+    x = leaf()
+    DISCO.apply(torch.sin, x * 1.0, prefetch_size=2, save_workers=1).sum().backward()
+    assert torch.equal(x.grad, torch.cos(x.detach()))
+    with pytest.raises(ValueError, match="save_workers=0"):
+        DISCO.apply(torch.sin, leaf() * 1.0, save_workers=0)

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import disco_client
+from tests.helpers.forms import RECOMPUTING
 
-Attach = Callable[..., None]
-SIZE = 1 << 18
-"""Elements of a hidden state: 1 MiB of float32."""
+SIZE = 1 << 12
+"""Elements of a hidden state: 16 KiB of float32."""
 
 
 @pytest.fixture(autouse=True)
@@ -25,14 +25,11 @@ def without_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.fixture(autouse=True)
-def attached(attach: Attach) -> None:
-    attach(arena="16MiB")
-
-
-@pytest.fixture(params=["checkpoint", "Disco"])
-def form(request: pytest.FixtureRequest) -> Any:
-    return disco_client.checkpoint if request.param == "checkpoint" else disco_client.Disco.apply
+@pytest.fixture(params=RECOMPUTING, ids=str)
+def form(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Each form's call, inside of what it needs around it."""
+    with request.param.around():
+        yield request.param.apply
 
 
 def hidden() -> torch.Tensor:
@@ -58,6 +55,7 @@ def test_backward_releases_each_blob_in_turn(form: Any) -> None:
     assert live() == 0
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_no_grad_saves_nothing(form: Any) -> None:
     """Generation and evaluation under no_grad cost nothing."""
     with torch.no_grad():
