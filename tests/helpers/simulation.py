@@ -141,13 +141,26 @@ class Simulation:
             self.execute(instructions)
             assert self.pending, "told to wait, and nothing would ever happen"
             return False
+        self._borrow(blob)
+        self.execute(instructions)
+        return True
+
+    def peek(self, blob: int) -> bool:
+        """Borrow what is in RAM, check the data; False: it is not there, and nothing happens."""
+        used = self.residency._held.blobs[blob].used
+        lent = self.residency.lend_resident(blob)
+        if lent:
+            self._borrow(blob)
+        assert self.residency._held.blobs[blob].used == used
+        self.execute([])
+        return lent
+
+    def _borrow(self, blob: int) -> None:
         first = self.residency.slot(blob) // PAGE_BYTES
         pages = self.arena[first : first + self.live[blob]]
         sharing = [loan for loan in self.loans if loan.blob == blob]
         assert pages == (sharing[0].pages if sharing else self.tags(blob))
         self.loans.append(Loan(blob, first, self.tags(blob) if not sharing else sharing[0].pages))
-        self.execute(instructions)
-        return True
 
     def modify(self, loan: Loan) -> None:
         """The borrower changes the bytes in place; all who share them see it."""

@@ -797,3 +797,20 @@ def test_instructions_say_all_that_the_link_needs(group: Group) -> None:
     _, (read,) = residency.load(blob)
     assert read == StartRead(blob, 0, 2 * PAGE_BYTES, write.pieces, urgent=True)
     assert residency.free(blob) == [Cancel(blob)]
+
+
+def test_looking_at_a_blob_is_no_use_of_it() -> None:
+    """Comparing contents must not change what is learned, nor read anything from the disk."""
+    simulation = Simulation(pages=4)
+    blobs = [simulation.save(1, Group()) for _ in range(6)]
+    simulation.complete_all()
+    assert not simulation.peek(blobs[0])
+    assert simulation.reads == []
+    assert simulation.peek(blobs[-1])
+    loan = simulation.loans[-1]
+    for _ in range(3):  # its slot is not given away meanwhile
+        simulation.save(1, Group())
+        simulation.complete_all()
+    simulation.unpin(loan)
+    assert simulation.residency.prefetch_hits == simulation.residency.prefetch_misses == 0
+    simulation.finish()

@@ -90,6 +90,11 @@ class AnyUse(RuleBasedStateMachine):
     def load_newest(self) -> None:
         self.try_load(max(self.simulation.live))
 
+    @precondition(lambda self: self.simulation.live)
+    @rule(data=st.data())
+    def peek(self, data: st.DataObject) -> None:
+        self.simulation.peek(self.pick(data, self.simulation.live))
+
     def try_load(self, blob: int) -> None:
         simulation = self.simulation
         try:
