@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = sorted(
     path
-    for directory in (".", "docs", "systemd", "docker")
+    for directory in (".", "docs", "docs/frameworks", "systemd", "docker")
     for path in (ROOT / directory).glob("*.md")
 )
-CLIENT_ENVIRONMENT = {"DISCOD_SOCKET_DIR", "DISCOD_SCRATCH", "DISCOD_ARENA"}
-PROGRAMS = {"pip", "torchrun"}
+CLIENT_ENVIRONMENT = {"DISCOD_SOCKET_DIR", "DISCOD_SCRATCH", "DISCOD_ARENA", "DISCOD_SUMMARY"}
+PROGRAMS = {"pip", "python", "torchrun"}
 """Of others: that they exist is not ours to test."""
 
 
