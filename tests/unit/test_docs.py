@@ -132,3 +132,15 @@ def test_changelog_has_this_version_on_top() -> None:
     first = re.search(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert first is not None
     assert first[1] == discod.__version__
+
+
+def test_every_test_named_for_a_fault_exists() -> None:
+    """Else a fault would be said to be tested by a test that was renamed or deleted."""
+    rows = re.findall(r"^\| (DC-\d+) \|.*\|(.*)\|$", (ROOT / "docs/faults.md").read_text(), re.M)
+    assert len(rows) > 50
+    for fault, cell in rows:
+        names = re.findall(r"`([\w/]+\.py)::(\w+)`", cell)
+        assert names, fault
+        for file, name in names:
+            path = ROOT / "tests" / (file if file.startswith("unit/") else f"integration/{file}")
+            assert f"def {name}(" in path.read_text(), f"{fault}: {file}::{name}"
