@@ -87,10 +87,11 @@ class Packer:
             return False
         if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
             return False
+        if _has_bytes(tensor, min_bytes):
+            attributes = tensor.is_leaf and tensor.__dict__  # which autograd keeps for leaves
+            return not attributes and not is_buffer(tensor)
         if is_supported(tensor):
-            if tensor.is_leaf and tensor.__dict__:  # attributes, which autograd keeps for leaves
-                return False
-            return _has_bytes(tensor, min_bytes) and not is_buffer(tensor)
+            return False
         wrapper = _wrapper(tensor)
         if is_traceable_wrapper_subclass(wrapper):
             names, _ = wrapper.__tensor_flatten__()
@@ -107,11 +108,11 @@ def _wrapper(tensor: torch.Tensor) -> Any:
 
 def _has_bytes(tensor: torch.Tensor, min_bytes: int) -> bool:
     """Whether a tensor can be stored, and has that many bytes when expanded ones count once."""
-    return (
-        is_supported(tensor)
-        and not tensor.is_inference()
-        and describe(tensor).nbytes >= max(1, min_bytes)
-    )
+    if not is_supported(tensor) or tensor.is_inference():
+        return False
+    if tensor.is_contiguous():
+        return tensor.numel() * tensor.element_size() >= max(1, min_bytes)
+    return describe(tensor).nbytes >= max(1, min_bytes)
 
 
 def _warn_unsupported(tensor: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ An instruction names the blob by its id; completions come back by the same id th
 ``Residency.write_done`` and ``Residency.read_done``.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from disco_client.extents import Piece
 from discod.wire.messages import Failure
@@ -87,5 +87,5 @@ class Counters:
 
     def since(self, earlier: "Counters") -> "Counters":
         """What was counted after ``earlier``."""
-        pairs = zip(astuple(self), astuple(earlier), strict=True)
-        return Counters(*(now - then for now, then in pairs))
+        names = Counters.__match_args__
+        return Counters(*(getattr(self, name) - getattr(earlier, name) for name in names))

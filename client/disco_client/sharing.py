@@ -29,8 +29,10 @@ class SharedTensor(StoredTensor):
 
     __slots__ = ("_digest", "_made", "_source")
 
-    def __init__(self, session: Session, tensor: torch.Tensor, group: Group, made: bool) -> None:
-        super().__init__(session, tensor, group)
+    def __init__(
+        self, session: Session, tensor: torch.Tensor, group: Group, spec: TensorSpec, made: bool
+    ) -> None:
+        super().__init__(session, tensor, group, spec)
         self._source = StorageWeakRef(tensor.untyped_storage())
         self._made = made
         self._digest: bytes | None = None
@@ -85,7 +87,7 @@ class Sharing:
         key = _identity(tensor, spec), history._version, id(group)
         stored = self._stored.get(key)
         if stored is None or not stored.holds(tensor, spec, made):
-            stored = SharedTensor(self._session, tensor, group, made)
+            stored = SharedTensor(self._session, tensor, group, spec, made)
             self._stored[key] = stored
         return stored, spec
 

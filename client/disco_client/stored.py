@@ -18,6 +18,7 @@ class StoredTensor:
         tensor: Any supported tensor (:func:`disco_client.tensors.is_supported`); its bytes are
             copied before this returns, so it may be changed or freed at once.
         group: The owner that the blob counts for.
+        spec: The tensor's, where the caller has it.
 
     Raises:
         UnsupportedTensor: It cannot be kept as bytes.
@@ -26,8 +27,14 @@ class StoredTensor:
 
     __slots__ = ("__weakref__", "_blob", "_end", "_session", "spec")
 
-    def __init__(self, session: Session, tensor: torch.Tensor, group: Group) -> None:
-        spec = describe(tensor)
+    def __init__(
+        self,
+        session: Session,
+        tensor: torch.Tensor,
+        group: Group,
+        spec: TensorSpec | None = None,
+    ) -> None:
+        spec = spec or describe(tensor)
         self.spec = spec
         self._session = session
         self._blob: int | None = None
