@@ -1,43 +1,25 @@
 """One attached client: residency's instructions carried out over the arena and the link.
 
-All calls take one lock, hand over what the daemon has answered, and go on; no thread runs here
-between calls. Neither user code, nor a copy, nor a wait runs under the lock.
-
-*Why finalizers cannot deadlock.* A handle or a loaded view may be collected at any moment, also
-inside a section that holds the lock, on the same thread. A finalizer therefore only appends to a
-queue, and works it off when nobody holds the lock; whoever holds it looks at the queue once more
-after letting go (:meth:`Session._section`).
-
-*Why a waiter misses nothing.* ZeroMQ's fd signals edges, and any call on the socket may eat one.
-So whatever changes anything raises ``_changes`` and wakes the thread that polls; and a thread that
-is about to wait does not, when ``_changes`` has moved since it looked (:meth:`Session._pause`).
-
-*Why an interrupt cannot leave half a change.* A KeyboardInterrupt may come between any two
-instructions. One that comes inside a section leaves ``_torn`` set, and every later call says so
-instead of going on; waits and copies, where nearly all of the time is spent, are outside.
+Every change is a section of ``monitor``, which has the lock, the waits, and what finalizers drop.
+Neither user code, nor a copy, nor a wait runs inside of a section.
 
 Knows no torch: :mod:`disco_client.stored` copies tensors in and out.
 """
 
-import contextlib
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 
 from disco_client.arena import Arena
 from disco_client.errors import (
     ArenaFull,
     BlobModified,
-    DiscodError,
-    HandleReleased,
-    UsageError,
 )
 from disco_client.instructions import Counters as Traffic
 from disco_client.link import Link
+from disco_client.monitor import Monitor
 from disco_client.residency import Group, Residency
 from disco_client.stats import Counters, Stats
 from disco_client.transfers import Transfers
@@ -71,18 +53,10 @@ class Session:
 
     def __init__(self, arena: Arena, link: Link) -> None:
         self.link = link
-        self.forked = False
         self._arena = arena
         self._residency = Residency(arena.size_bytes, files=len(link.directories))
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._changes = 0
-        self._holder: int | None = None
-        self._poller: int | None = None
-        self._torn = False
-        self._closed = False
+        self._monitor: Monitor[int | Loan] = Monitor(link, self._take_drop)
         self._threads: set[int] = set()
-        self._dropped: deque[int | Loan] = deque()
         self._loans: dict[int, list[Loan]] = {}
         self._transfers = Transfers(link, self._residency)
         self._save_wait_seconds = 0.0
@@ -109,14 +83,14 @@ class Session:
             slot = self._residency.slot(blob)
             copy_in(self._arena.view[slot : slot + size_bytes])
         except BaseException:
-            with self._section():
+            with self._monitor.section():
                 self._transfers.carry_out(self._residency.abandon(blob))
-                self._tell_waiters()
+                self._monitor.tell_waiters()
             raise
-        with self._section(settle=False):
+        with self._monitor.section(settle=False):
             self._transfers.carry_out(self._residency.filled(blob))
-            self._tell_waiters()
-            end = weakref.finalize(owner, self._drop, blob)
+            self._monitor.tell_waiters()
+            end = weakref.finalize(owner, self._monitor.drop, blob)
             end.atexit = False
         return blob, end
 
@@ -131,12 +105,12 @@ class Session:
         wait = _Wait(self._lenders())
         try:
             while True:
-                with self._section():
+                with self._monitor.section():
                     if self._try_load(blob, wait):
                         return self._lend(blob, size_bytes)
                     self.link.check(blocked=True)
-                    seen = self._changes
-                self._pause(seen)
+                    seen = self._monitor.changes
+                self._monitor.pause(seen)
         finally:
             self._load_wait_seconds += wait.seconds
 
@@ -146,7 +120,7 @@ class Session:
         Raises:
             HandleReleased: It was freed.
         """
-        with self._section():
+        with self._monitor.section():
             if not self._residency.lend_resident(blob):
                 return None
             return self._lend(blob, size_bytes)[0]
@@ -160,7 +134,7 @@ class Session:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            with self._section():
+            with self._monitor.section():
                 if self._residency.saved(blob):
                     error = self._residency.save_error(blob)
                     if error is not None:
@@ -169,19 +143,19 @@ class Session:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise TimeoutError(f"the save was not done within {timeout} s; it goes on")
                 self.link.check(blocked=True)
-                seen = self._changes
-            self._pause(seen, deadline)
+                seen = self._monitor.changes
+            self._monitor.pause(seen, deadline)
 
     def prefetch(self, count: int | None) -> None:
         """Start reading the ``count`` blobs that are needed next, or as many as there is room."""
-        with self._section():
+        with self._monitor.section():
             self._transfers.carry_out(self._residency.prefetch(count))
 
     # The whole
 
     def stats(self) -> Stats:
         """The counters now."""
-        with self._section():
+        with self._monitor.section():
             waits = self._save_wait_seconds, self._load_wait_seconds
             totals = _counters(self._residency.totals, waits)
             last = _counters(self._residency.last_cycle, self._cycle_waits)
@@ -198,124 +172,18 @@ class Session:
         In a signal handler that has interrupted another call of this session, that call's fds
         stay open until the process ends.
         """
-        me = threading.get_ident()
-        self._closed = True
-        if me in (self._holder, self._poller):
-            return
-        with self._lock:
-            while self._poller is not None:  # its fds must stay open until that thread is off them
-                self.link.wake()
-                self._changed.wait(1.0)
-            self._changed.notify_all()
-            self.link.close()
-            self._arena.close()
+        self._monitor.close(self._detach)
+
+    def _detach(self) -> None:
+        self.link.close()
+        self._arena.close()
 
     def after_fork(self) -> None:
         """In a forked child: this session is the parent's; nothing of it may be touched."""
-        self.forked = True
+        self._monitor.forked = True
         self.link.abandon()
 
-    # Sections and waiting
-
-    @contextmanager
-    def _section(self, settle: bool = True) -> Iterator[None]:
-        """The lock, for one change. ``settle``: take in what the daemon has answered first."""
-        me = threading.get_ident()
-        self._refuse(me)
-        with self._lock:
-            # Nothing between the lock and this store at which a signal handler could run.
-            self._holder = me
-            try:
-                self._refuse(None)
-                self._torn = True
-                try:
-                    if settle:
-                        self._settle()
-                    yield
-                    if self._poller is not None:  # an edge that it waits for may have been eaten
-                        self._settle()
-                except (DiscodError, TimeoutError):
-                    if self._poller is not None:
-                        self._settle()
-                    self._torn = False
-                    raise
-                self._torn = False
-            finally:
-                self._holder = None
-        self._work_off()
-
-    def _refuse(self, me: int | None) -> None:
-        """Raise when no call can be served; ``me``: the calling thread, not in a section yet."""
-        if self.forked:
-            raise HandleReleased(
-                "this handle belongs to the process that forked this one; a blob can be loaded "
-                "only where it was saved"
-            )
-        if me is not None and me == self._holder:
-            raise UsageError(
-                "called in a signal handler that interrupted another call of discod in this "
-                "thread; set a flag there and call after it. close() is allowed"
-            )
-        if self._closed:
-            raise HandleReleased("this process has detached from the daemon (close())")
-        if me is None and self._torn:  # before the lock, it may be another thread's
-            raise UsageError(
-                "an earlier call was interrupted (Ctrl-C?) in the middle of a change, so what is "
-                "saved cannot be trusted any more; disco_client.close() and attach again"
-            )
-
-    def _settle(self) -> None:
-        """Take in every reply and every drop, and tell the waiters when there were any."""
-        changed = False
-        while self.link.drain() or self._dropped:
-            changed = True
-            while self._dropped:
-                self._take_drop(self._dropped.popleft())
-        self.link.check(blocked=False)
-        if changed:
-            self._tell_waiters()
-
-    def _tell_waiters(self) -> None:
-        """Something changed that another thread may wait for."""
-        self._changes += 1
-        self._changed.notify_all()
-        if self._poller is not None:
-            self.link.wake()
-
-    def _pause(self, seen: int, deadline: float | None = None) -> None:
-        """Until something may have changed since ``_changes`` was ``seen``, or the deadline."""
-        timeout = self.link.patience
-        if deadline is not None:
-            timeout = min(timeout, max(0.0, deadline - time.monotonic()))
-        me = threading.get_ident()
-        with self._lock:
-            if self._changes != seen or self._closed:
-                return
-            if self._poller not in (None, me):
-                self._changed.wait(timeout)
-                return
-            self._poller = me
-        try:
-            self.link.wait(timeout)
-        except OSError:
-            if not self._closed:  # by a signal handler, in the middle of the wait
-                raise
-        finally:
-            with self._lock:
-                self._poller = None
-                self._changed.notify_all()
-
-    def _drop(self, what: int | Loan) -> None:
-        self._dropped.append(what)
-        self._work_off()
-
-    def _work_off(self) -> None:
-        """Take in what was dropped, unless the lock is held: whoever holds it does it then."""
-        while self._dropped and not (
-            self._lock.locked() or self.forked or self._closed or self._torn
-        ):
-            with contextlib.suppress(HandleReleased, UsageError), self._section():
-                pass
+    # Inside of sections
 
     def _take_drop(self, what: int | Loan) -> None:
         if isinstance(what, Loan):
@@ -342,7 +210,7 @@ class Session:
         view = self._arena.view[slot : slot + size_bytes]
         loan = Loan(blob)
         self._loans.setdefault(blob, []).append(loan)
-        weakref.finalize(view, self._drop, loan).atexit = False
+        weakref.finalize(view, self._monitor.drop, loan).atexit = False
         return view, loan
 
     # Room
@@ -351,14 +219,14 @@ class Session:
         wait = _Wait(self._lenders())
         try:
             while True:
-                with self._section():
+                with self._monitor.section():
                     blob = self._try_place(size_bytes, group, wait)
                     if blob is not None:
                         self._back(blob, size_bytes)
                         return blob
                     self.link.check(blocked=True)
-                    seen = self._changes
-                self._pause(seen)
+                    seen = self._monitor.changes
+                self._monitor.pause(seen)
         finally:
             self._save_wait_seconds += wait.seconds
 

@@ -267,7 +267,7 @@ def test_close_while_another_thread_waits(attach: Attach, daemon: Any) -> None:
         thread = threading.Thread(target=load_all)
         thread.start()
         session = connection.current().session
-        wait_until(lambda: session._poller is not None, 10)
+        wait_until(lambda: session._monitor._poller is not None, 10)
         disco_client.close()
         thread.join(10)
         assert not thread.is_alive()

@@ -64,7 +64,7 @@ def test_a_save_that_ends_wakes_the_load_that_waits_for_it(session: Session) -> 
     assert copying.wait(10)
     loader = threading.Thread(target=lambda: session.load(0, MIB))
     loader.start()
-    while not session._poller:
+    while not session._monitor._poller:
         assert loader.is_alive()
     copied.set()
     loader.join(10)

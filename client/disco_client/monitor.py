@@ -1,0 +1,172 @@
+"""The one lock of a session: its sections, its waits, and what finalizers drop.
+
+No thread runs here between calls. A call that changes something does it in a section, which takes
+in what the daemon has answered; a call that must wait does so between sections.
+
+*Why finalizers cannot deadlock.* A handle or a loaded view may be collected at any moment, also
+inside a section that holds the lock, on the same thread. A finalizer therefore only appends to a
+queue, and works it off when nobody holds the lock; whoever holds it looks at the queue once more
+after letting go (:meth:`Monitor.section`).
+
+*Why a waiter misses nothing.* ZeroMQ's fd signals edges, and any call on the socket may eat one.
+So whatever changes anything raises ``changes`` and wakes the thread that polls; and a thread that
+is about to wait does not, when ``changes`` has moved since it looked (:meth:`Monitor.pause`).
+
+*Why an interrupt cannot leave half a change.* A KeyboardInterrupt may come between any two
+instructions. One that comes inside a section leaves the monitor torn, and every later call says so
+instead of going on; waits and copies, where nearly all of the time is spent, are outside.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+from disco_client.errors import DiscodError, HandleReleased, UsageError
+from disco_client.link import Link
+
+_Dropped = TypeVar("_Dropped")
+
+
+class Monitor(Generic[_Dropped]):
+    """Mutual exclusion over one link. See the module's text for its rules.
+
+    Args:
+        link: Whose answers are taken in, and which is polled while waiting.
+        take_drop: Takes in one thing that a finalizer dropped; runs inside of a section.
+    """
+
+    def __init__(self, link: Link, take_drop: Callable[[_Dropped], None]) -> None:
+        self.forked = False
+        """Whether this is the copy of a child process, in which nothing works."""
+        self.changes = 0
+        """Raised with every change that somebody may wait for."""
+        self._link = link
+        self._take_drop = take_drop
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._holder: int | None = None
+        self._poller: int | None = None
+        self._torn = False
+        self._closed = False
+        self._dropped: deque[_Dropped] = deque()
+
+    @contextmanager
+    def section(self, settle: bool = True) -> Iterator[None]:
+        """The lock, for one change. ``settle``: take in what the daemon has answered first."""
+        me = threading.get_ident()
+        self._refuse(me)
+        with self._lock:
+            # Nothing between the lock and this store at which a signal handler could run.
+            self._holder = me
+            try:
+                self._refuse(None)
+                self._torn = True
+                try:
+                    if settle:
+                        self._settle()
+                    yield
+                    if self._poller is not None:  # an edge that it waits for may have been eaten
+                        self._settle()
+                except (DiscodError, TimeoutError):
+                    if self._poller is not None:
+                        self._settle()
+                    self._torn = False
+                    raise
+                self._torn = False
+            finally:
+                self._holder = None
+        self._work_off()
+
+    def _refuse(self, me: int | None) -> None:
+        """Raise when no call can be served; ``me``: the calling thread, not in a section yet."""
+        if self.forked:
+            raise HandleReleased(
+                "this handle belongs to the process that forked this one; a blob can be loaded "
+                "only where it was saved"
+            )
+        if me is not None and me == self._holder:
+            raise UsageError(
+                "called in a signal handler that interrupted another call of discod in this "
+                "thread; set a flag there and call after it. close() is allowed"
+            )
+        if self._closed:
+            raise HandleReleased("this process has detached from the daemon (close())")
+        if me is None and self._torn:  # before the lock, it may be another thread's
+            raise UsageError(
+                "an earlier call was interrupted (Ctrl-C?) in the middle of a change, so what is "
+                "saved cannot be trusted any more; disco_client.close() and attach again"
+            )
+
+    def _settle(self) -> None:
+        """Take in every reply and every drop, and tell the waiters when there were any."""
+        changed = False
+        while self._link.drain() or self._dropped:
+            changed = True
+            while self._dropped:
+                self._take_drop(self._dropped.popleft())
+        self._link.check(blocked=False)
+        if changed:
+            self.tell_waiters()
+
+    def tell_waiters(self) -> None:
+        """Something changed that another thread may wait for."""
+        self.changes += 1
+        self._changed.notify_all()
+        if self._poller is not None:
+            self._link.wake()
+
+    def pause(self, seen: int, deadline: float | None = None) -> None:
+        """Until something may have changed since ``changes`` was ``seen``, or the deadline."""
+        timeout = self._link.patience
+        if deadline is not None:
+            timeout = min(timeout, max(0.0, deadline - time.monotonic()))
+        me = threading.get_ident()
+        with self._lock:
+            if self.changes != seen or self._closed:
+                return
+            if self._poller not in (None, me):
+                self._changed.wait(timeout)
+                return
+            self._poller = me
+        try:
+            self._link.wait(timeout)
+        except OSError:
+            if not self._closed:  # by a signal handler, in the middle of the wait
+                raise
+        finally:
+            with self._lock:
+                self._poller = None
+                self._changed.notify_all()
+
+    def close(self, detach: Callable[[], None]) -> None:
+        """Refuse all further calls, and ``detach`` when no thread polls the link any more.
+
+        In a signal handler that has interrupted another call of this thread, it is not detached.
+        """
+        me = threading.get_ident()
+        self._closed = True
+        if me in (self._holder, self._poller):
+            return
+        with self._lock:
+            while self._poller is not None:  # its fds must stay open until that thread is off them
+                self._link.wake()
+                self._changed.wait(1.0)
+            self._changed.notify_all()
+            detach()
+
+    def drop(self, what: _Dropped) -> None:
+        """For finalizers: ``what`` is taken in now, or by whoever is in a section."""
+        self._dropped.append(what)
+        self._work_off()
+
+    def _work_off(self) -> None:
+        """Take in what was dropped, unless the lock is held: whoever holds it does it then."""
+        while self._dropped and not (
+            self._lock.locked() or self.forked or self._closed or self._torn
+        ):
+            with contextlib.suppress(HandleReleased, UsageError), self.section():
+                pass
