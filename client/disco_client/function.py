@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from disco_client import connection
 from disco_client.errors import UnsupportedCall, UnsupportedKeyword, UnsupportedOutput
+from disco_client.fsdp import refuse_second_recomputation
 from disco_client.hooks import InputGuard, name_of
 from disco_client.manager import DiskOffloadManager
 
@@ -33,8 +34,9 @@ class Disco(torch.autograd.Function):
         UnsupportedCall: In forward: a keyword argument, an output other than a tensor or a tuple
             or list of tensors and plain values, no input that requires grad though the output
             would, a tensor with history hidden in a closure or partial, an input changed in
-            place. In backward: ``create_graph=True``, ``torch.autograd.grad`` and ``inputs=``.
-            Use :func:`disco_client.checkpoint`, which can do all of these but the last of the
+            place. In backward: ``create_graph=True``, ``torch.autograd.grad`` and ``inputs=``;
+            a layer sharded by FSDP2 that ran twice before it. Use
+            :func:`disco_client.checkpoint`, which can do all of these but the last of the
             forward.
     """
 
@@ -98,6 +100,7 @@ class Disco(torch.autograd.Function):
                 "Disco works with .backward() alone, not with torch.autograd.grad or "
                 "backward(inputs=...). Use disco_client.checkpoint, which works with all of them"
             )
+        refuse_second_recomputation(ctx.run_function.function)
         # CheckpointFunction.forward has one argument more, preserve_rng_state.
         return CheckpointFunction.backward(ctx, *grad_outputs)[1:]
 
@@ -116,11 +119,11 @@ class _Call:
     """The function as autograd sees it: outputs checked, a list turned into a tuple."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        self.function = function
         self.returned_list = False
 
     def __call__(self, *inputs: Any) -> Any:
-        outputs = self._function(*inputs)
+        outputs = self.function(*inputs)
         if isinstance(outputs, torch.Tensor):
             return outputs
         self.returned_list = type(outputs) is list
@@ -130,7 +133,7 @@ class _Call:
             if not isinstance(item, torch.Tensor | int | float | str | types.NoneType):
                 raise UnsupportedOutput(
                     f"Disco cannot return a {type(item).__qualname__} (from "
-                    f"{name_of(self._function)}): gradients through it would be lost. Return a "
+                    f"{name_of(self.function)}): gradients through it would be lost. Return a "
                     "tensor or a tuple of tensors, or use disco_client.checkpoint"
                 )
         return items if type(outputs) in (tuple, list) else outputs
