@@ -5,6 +5,7 @@ Nothing else here knows FSDP2: ``checkpoint()`` works with it as torch's own doe
 
 import functools
 import sys
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,14 +20,14 @@ _last_backward: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKe
 
 
 def refuse_second_recomputation(function: Callable[..., Any]) -> None:
-    """Call before ``function`` is recomputed by a reentrant form, in the backward of the node.
+    """Call in backward, before a reentrant form recomputes ``function``.
 
     The first recomputation of a module that is sharded with ``fully_shard`` leaves it in the state
     of a backward until the whole backward ends. In the second one FSDP2 therefore runs no hooks:
     the gradients of this call are not reduced, and the parameters are not sharded again.
 
-    The module is found when it is ``function`` itself, or is called by a bound method or partial;
-    inside other functions it is not.
+    The module is found when ``function`` is it, its bound ``__call__`` or a partial of either.
+    Inside of other functions it is not.
 
     Raises:
         UnsupportedCall: A sharded module was recomputed in this very backward already.
@@ -49,8 +50,12 @@ def refuse_second_recomputation(function: Callable[..., Any]) -> None:
         _last_backward[part] = backward
 
 
-def _module_of(function: Callable[..., Any]) -> torch.nn.Module | None:
+def _module_of(function: Any) -> torch.nn.Module | None:
+    """The module whose ``__call__``, and with it its hooks, ``function`` runs."""
     while isinstance(function, functools.partial):
         function = function.func
-    owner = getattr(function, "__self__", function)
-    return owner if isinstance(owner, torch.nn.Module) else None
+    if isinstance(function, types.MethodType):
+        owner = function.__self__
+        calls = (type(owner).__call__, torch.nn.Module.__call__)
+        return owner if function.__func__ in calls and isinstance(owner, torch.nn.Module) else None
+    return function if isinstance(function, torch.nn.Module) else None

@@ -100,7 +100,6 @@ class Disco(torch.autograd.Function):
                 "Disco works with .backward() alone, not with torch.autograd.grad or "
                 "backward(inputs=...). Use disco_client.checkpoint, which works with all of them"
             )
-        refuse_second_recomputation(ctx.run_function.function)
         # CheckpointFunction.forward has one argument more, preserve_rng_state.
         return CheckpointFunction.backward(ctx, *grad_outputs)[1:]
 
@@ -119,11 +118,15 @@ class _Call:
     """The function as autograd sees it: outputs checked, a list turned into a tuple."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+        self._function = function
+        self._ran = False
         self.returned_list = False
 
     def __call__(self, *inputs: Any) -> Any:
-        outputs = self.function(*inputs)
+        if self._ran:
+            refuse_second_recomputation(self._function)
+        self._ran = True
+        outputs = self._function(*inputs)
         if isinstance(outputs, torch.Tensor):
             return outputs
         self.returned_list = type(outputs) is list
@@ -133,7 +136,7 @@ class _Call:
             if not isinstance(item, torch.Tensor | int | float | str | types.NoneType):
                 raise UnsupportedOutput(
                     f"Disco cannot return a {type(item).__qualname__} (from "
-                    f"{name_of(self.function)}): gradients through it would be lost. Return a "
+                    f"{name_of(self._function)}): gradients through it would be lost. Return a "
                     "tensor or a tuple of tensors, or use disco_client.checkpoint"
                 )
         return items if type(outputs) in (tuple, list) else outputs

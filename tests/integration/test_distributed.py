@@ -115,6 +115,34 @@ def test_sharded_layers_of_one_model_are_told_apart(hidden: torch.Tensor) -> Non
     assert all(p.grad is not None for block in blocks for p in block.parameters())
 
 
+class Halves(Block):
+    """A layer that recomputes its two halves on its own, by methods."""
+
+    def first(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.up(self.norm(hidden))
+
+    def second(self, wide: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(wide))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = disco_client.Disco.apply(self.first, hidden)
+        return hidden + disco_client.Disco.apply(self.second, wide)
+
+
+@pytest.mark.usefixtures("alone")
+def test_methods_that_a_sharded_layer_recomputes_are_no_second_call_of_it(
+    hidden: torch.Tensor,
+) -> None:
+    """Else a layer that checkpoints its parts would be refused, though FSDP2 gets it right."""
+    plain, block = Block(dropout=0), Halves(dropout=0)
+    block.load_state_dict(plain.state_dict())
+    plain(hidden).square().sum().backward()
+    fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
+    block(hidden).square().sum().backward()
+    for (name, expected), found in zip(plain.named_parameters(), block.parameters(), strict=True):
+        assert torch.equal(found.grad.to_local(), expected.grad), name
+
+
 # Frozen weights that are there only inside of a module's call (DC-067)
 
 
