@@ -17,6 +17,7 @@ class Form:
 
     Attributes:
         name: Its name in the tables.
+        usage: How it is called, as the page says it.
         call: ``call(layer, hidden)`` runs one layer.
         claims: The form whose results it must have; None for the one that all are held against.
         recomputes: Whether backward runs the layers again.
@@ -25,6 +26,7 @@ class Form:
     """
 
     name: str
+    usage: str
     call: Call
     claims: str | None
     recomputes: bool = True
@@ -42,18 +44,41 @@ NON_REENTRANT = "torch, non-reentrant"
 REENTRANT = "torch, reentrant"
 
 
+_TORCH = "torch.utils.checkpoint.checkpoint(layer, hidden, use_reentrant={})"
+
+
 def _forms() -> list[Form]:
     forms = [
-        Form(PLAIN, call_layer, claims=None, recomputes=False),
-        Form(NON_REENTRANT, plain_checkpoint, claims=PLAIN),
-        Form("`checkpoint`", disco_client.checkpoint, claims=NON_REENTRANT, ours=True),
-        Form(REENTRANT, reentrant_checkpoint, claims=PLAIN),
-        Form("`Disco`", disco_client.Disco.apply, claims=REENTRANT, ours=True),
+        Form(PLAIN, "layer(hidden)", call_layer, claims=None, recomputes=False),
+        Form(NON_REENTRANT, _TORCH.format(False), plain_checkpoint, claims=PLAIN),
+        Form(
+            "`checkpoint`",
+            "disco_client.checkpoint(layer, hidden)",
+            disco_client.checkpoint,
+            claims=NON_REENTRANT,
+            ours=True,
+        ),
+        Form(REENTRANT, _TORCH.format(True), reentrant_checkpoint, claims=PLAIN),
+        Form(
+            "`Disco`",
+            "disco_client.Disco.apply(layer, hidden)",
+            disco_client.Disco.apply,
+            claims=REENTRANT,
+            ours=True,
+        ),
     ]
     offload = getattr(disco_client, "offload", None)
     if offload is not None:
         forms.append(
-            Form("`offload`", call_layer, claims=PLAIN, recomputes=False, around=offload, ours=True)
+            Form(
+                "`offload`",
+                "with disco_client.offload(): ...",
+                call_layer,
+                claims=PLAIN,
+                recomputes=False,
+                around=offload,
+                ours=True,
+            )
         )
     return forms
 

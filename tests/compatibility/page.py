@@ -14,7 +14,7 @@ END = "<!-- end of what was measured -->"
 def render(rows: list[JudgedRow]) -> str:
     """All tables, and the texts of the errors in them."""
     errors: list[str] = []
-    tables = [_table(name, rows, errors) for name in TABLES]
+    tables = [_forms(), *(_table(name, rows, errors) for name in TABLES)]
     if errors:
         tables.append("\n".join(["The errors:", "", *_numbered(errors)]))
     return "\n\n".join(tables)
@@ -37,6 +37,14 @@ def _split(text: str) -> tuple[str, str, str]:
     if not begin or not end:
         raise ValueError(f"{PAGE} has not both marks: {BEGIN} and {END}")
     return before, measured, after
+
+
+def _forms() -> str:
+    lines = [_line(["form", "code", "claims to be equal to", "recomputes"]), _line(["---"] * 4)]
+    for form in FORMS:
+        recomputes = "yes" if form.recomputes else "no"
+        lines.append(_line([form.name, f"`{form.usage}`", form.claims or "", recomputes]))
+    return "\n".join(["### The forms", "", *lines])
 
 
 def _table(name: str, rows: list[JudgedRow], errors: list[str]) -> str:

@@ -1,8 +1,11 @@
 """Rows under tensor parallelism: a layer's matrices are divided between the ranks."""
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
@@ -11,6 +14,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn import functional
 
 from tests.compatibility.forms import Call
 from tests.compatibility.models import Block, Net
@@ -33,20 +37,46 @@ class SequenceParallelNet(Net):
         return self.head(hidden.full_tensor())
 
 
+class LateBlock(Block):
+    """A layer without residual, so that its output is a collective that may still be running.
+
+    Rank 1 joins it late, and rank 0 is in the next layer before its input is there.
+    """
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = functional.gelu(self.up(self.norm(hidden)))
+        if torch.distributed.get_rank() == 1:
+            time.sleep(LATE_SECONDS)
+        output: torch.Tensor = self.down(wide)
+        return output
+
+
+LATE_SECONDS = 0.02
+"""A copy that does not wait for the collective takes microseconds."""
+
+
 def _mesh() -> Any:
     return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
 
 
-def _blocks() -> list[Any]:
-    return [Block(dropout=0) for _ in range(3)]  # DTensor has no random numbers on the CPU
+def _blocks(kind: type[Block] = Block) -> list[nn.Module]:
+    return [kind(dropout=0) for _ in range(3)]  # DTensor has no random numbers on the CPU
+
+
+def _divided_columns_and_rows(call: Call, blocks: list[nn.Module]) -> Net:
+    for block in blocks:
+        parallelize_module(block, _mesh(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return Net(call, blocks)
 
 
 def plain_hidden(call: Call) -> Net:
     """Every rank has all hidden states, as plain tensors."""
-    net = Net(call, _blocks())
-    for block in net.blocks:
-        parallelize_module(block, _mesh(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return net
+    return _divided_columns_and_rows(call, _blocks())
+
+
+def unfinished_hidden(call: Call) -> Net:
+    """The same, and a layer's input is the result of a collective that nobody has waited for."""
+    return _divided_columns_and_rows(call, _blocks(LateBlock))
 
 
 def divided_hidden(call: Call) -> Net:
@@ -66,22 +96,14 @@ def divided_hidden(call: Call) -> Net:
 
 
 TABLE = "Tensor parallel"
+
+
+def _row(hidden: str, setting: str, build: Callable[[Call], nn.Module], in_memory: bool) -> Row:
+    return Row(TABLE, hidden, setting, build, one_backward, same_data=True, in_memory=in_memory)
+
+
 ROWS = [
-    Row(
-        TABLE,
-        "plain hidden states",
-        "columnwise, rowwise",
-        plain_hidden,
-        one_backward,
-        same_data=True,
-    ),
-    Row(
-        TABLE,
-        "`DTensor` hidden states",
-        "sequence parallel",
-        divided_hidden,
-        one_backward,
-        same_data=True,
-        in_memory=True,
-    ),
+    _row("plain hidden states", "columnwise, rowwise", plain_hidden, in_memory=False),
+    _row("unfinished hidden states", "columnwise, rowwise", unfinished_hidden, in_memory=False),
+    _row("`DTensor` hidden states", "sequence parallel", divided_hidden, in_memory=True),
 ]
