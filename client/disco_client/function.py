@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from disco_client import connection
 from disco_client.compiling import runs_eagerly
 from disco_client.errors import UnsupportedCall, UnsupportedKeyword, UnsupportedOutput
+from disco_client.fsdp import refuse_second_recomputation
 from disco_client.hooks import recomputed_region, region_depth
 from disco_client.inplace import InputGuard, name_of
 from disco_client.manager import DiskOffloadManager
@@ -37,8 +38,9 @@ class Disco(torch.autograd.Function):
         UnsupportedCall: In forward: a keyword argument, an output other than a tensor or a tuple
             or list of tensors and plain values, no input that requires grad though the output
             would, a tensor with history hidden in a closure or partial, an input changed in
-            place. In backward: ``create_graph=True``, ``torch.autograd.grad`` and ``inputs=``.
-            Use :func:`disco_client.checkpoint`, which can do all of these but the last of the
+            place. In backward: ``create_graph=True``, ``torch.autograd.grad`` and ``inputs=``;
+            a layer sharded by FSDP2 that ran twice before it. Use
+            :func:`disco_client.checkpoint`, which can do all of these but the last of the
             forward.
     """
 
@@ -163,9 +165,13 @@ class _Call:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
+        self._ran = False
         self.returned_list = False
 
     def __call__(self, *inputs: Any) -> Any:
+        if self._ran:
+            refuse_second_recomputation(self.function)
+        self._ran = True
         outputs = self.function(*inputs)
         if isinstance(outputs, torch.Tensor):
             return outputs

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from disco_client.buffers import is_buffer
-from disco_client.packed import Kept, Offloaded, Packed, Wrapped
+from disco_client.packed import Constant, Kept, Offloaded, Packed, Wrapped
 from disco_client.residency import Group
 from disco_client.session import Session
 from disco_client.sharing import Sharing
@@ -67,13 +67,20 @@ class Packer:
             return Kept(tensor)
         if is_supported(tensor):
             return self._store(tensor, group, None)
+        wait = getattr(tensor, "trigger_wait", None)
+        if wait is not None:  # an AsyncCollectiveTensor: its bytes may not be there yet
+            return self._store(wait(), group, tensor)
         names, context = _wrapper(tensor).__tensor_flatten__()
         inner = {name: getattr(tensor, name) for name in names}
         packed: dict[str, Packed] = {
-            name: self._store(part, group, tensor) if _has_bytes(part, min_bytes) else Kept(part)
-            for name, part in inner.items()
+            name: self._pack_part(part, group, min_bytes, tensor) for name, part in inner.items()
         }
         return Wrapped(tensor, packed, context)
+
+    def _pack_part(self, part: Any, group: Group, min_bytes: int, outer: torch.Tensor) -> Packed:
+        if not isinstance(part, torch.Tensor):
+            return Constant(part)
+        return self._store(part, group, outer) if _has_bytes(part, min_bytes) else Kept(part)
 
     def _store(self, tensor: torch.Tensor, group: Group, outer: torch.Tensor | None) -> Offloaded:
         stored, spec = self._sharing.store(tensor, group, outer)

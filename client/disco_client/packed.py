@@ -34,6 +34,19 @@ class Kept:
         return self._tensor
 
 
+class Constant:
+    """A part of a subclass that is no tensor: the device mesh of a DTensor."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def load(self) -> Any:
+        """The part itself."""
+        return self._value
+
+
 class Offloaded:
     """A tensor whose bytes the session has, perhaps shared with other saves of them."""
 

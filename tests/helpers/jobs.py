@@ -6,21 +6,28 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
 
 
 class Rank:
-    """One running ``tests.helpers.rank`` process."""
+    """One running rank: a process of ``tests.helpers.rank``, or of another program like it."""
 
-    def __init__(self, settings: dict[str, Any], **environment: str) -> None:
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        program: str = "tests.helpers.rank",
+        stderr: IO[str] | None = None,
+        **environment: str,
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.rank", json.dumps(settings)],
+            [sys.executable, "-m", program, json.dumps(settings)],
             cwd=ROOT,
             env=os.environ | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=stderr,
             text=True,
         )
 
@@ -59,12 +66,14 @@ class Rank:
                 pipe.close()
 
 
-def run_job(ranks: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run a DDP job of ``ranks`` processes to its end; the reports in rank order."""
+def run_job(
+    ranks: int, settings: dict[str, Any], program: str = "tests.helpers.rank"
+) -> list[dict[str, Any]]:
+    """Run a job of ``ranks`` processes to its end; the reports in rank order."""
     with tempfile.TemporaryDirectory() as folder:
         job = settings | {"store": f"{folder}/store"}
         environment = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        processes = [Rank(job, RANK=str(rank), **environment) for rank in range(ranks)]
+        processes = [Rank(job, program, RANK=str(rank), **environment) for rank in range(ranks)]
         try:
             return [process.report() for process in processes]
         finally:
