@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format coverage bench-io clean
+.PHONY: help demo test lint format coverage compatibility bench-io clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -45,6 +45,9 @@ coverage: $(STAMP)  ## Run all tests, and show which lines no test reached
 	$(BIN)/coverage run -m pytest $(PYTEST_ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --show-missing --skip-covered
+
+compatibility: $(STAMP)  ## Measure the forms under DDP, FSDP2 and TP, and write docs/compatibility.md
+	$(BIN)/python -m tests.compatibility
 
 bench-io: $(STAMP)  ## Measure saving and loading against fio and a bare O_DIRECT probe
 	$(BIN)/python -m tests.benchmarks.io $(BENCH_ARGS)

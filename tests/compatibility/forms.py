@@ -47,41 +47,32 @@ REENTRANT = "torch, reentrant"
 _TORCH = "torch.utils.checkpoint.checkpoint(layer, hidden, use_reentrant={})"
 
 
-def _forms() -> list[Form]:
-    forms = [
-        Form(PLAIN, "layer(hidden)", call_layer, claims=None, recomputes=False),
-        Form(NON_REENTRANT, _TORCH.format(False), plain_checkpoint, claims=PLAIN),
-        Form(
-            "`checkpoint`",
-            "disco_client.checkpoint(layer, hidden)",
-            disco_client.checkpoint,
-            claims=NON_REENTRANT,
-            ours=True,
-        ),
-        Form(REENTRANT, _TORCH.format(True), reentrant_checkpoint, claims=PLAIN),
-        Form(
-            "`Disco`",
-            "disco_client.Disco.apply(layer, hidden)",
-            disco_client.Disco.apply,
-            claims=REENTRANT,
-            ours=True,
-        ),
-    ]
-    offload = getattr(disco_client, "offload", None)
-    if offload is not None:
-        forms.append(
-            Form(
-                "`offload`",
-                "with disco_client.offload(): ...",
-                call_layer,
-                claims=PLAIN,
-                recomputes=False,
-                around=offload,
-                ours=True,
-            )
-        )
-    return forms
-
-
-FORMS = _forms()
+FORMS = [
+    Form(PLAIN, "layer(hidden)", call_layer, claims=None, recomputes=False),
+    Form(NON_REENTRANT, _TORCH.format(False), plain_checkpoint, claims=PLAIN),
+    Form(
+        "`checkpoint`",
+        "disco_client.checkpoint(layer, hidden)",
+        disco_client.checkpoint,
+        claims=NON_REENTRANT,
+        ours=True,
+    ),
+    Form(REENTRANT, _TORCH.format(True), reentrant_checkpoint, claims=PLAIN),
+    Form(
+        "`Disco`",
+        "disco_client.Disco.apply(layer, hidden)",
+        disco_client.Disco.apply,
+        claims=REENTRANT,
+        ours=True,
+    ),
+    Form(
+        "`offload`",
+        "with disco_client.offload(): ...",
+        call_layer,
+        claims=PLAIN,
+        recomputes=False,
+        around=disco_client.offload,
+        ours=True,
+    ),
+]
 """In the order of the columns; what a form claims stands before it."""
