@@ -25,14 +25,15 @@ class Proof:
 
     def __init__(self, name: str, remedy: str) -> None:
         self._name = name
-        self._remedy = remedy
+        self._usual_remedy = self._remedy = remedy
         self._handle: RemovableHandle | None = None
         self._calls = 0
         self._offloaded = 0
 
-    def begin(self) -> None:
-        """Count from here."""
+    def begin(self, remedy: str | None = None) -> None:
+        """Count from here, and name ``remedy`` this time."""
         self.end()
+        self._remedy = remedy or self._usual_remedy
         self._calls, self._offloaded = tally.calls, tally.offloaded
         self._handle = register_optimizer_step_pre_hook(self._look)
 
