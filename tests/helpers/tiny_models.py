@@ -4,6 +4,7 @@ A hidden state is 32 KiB (``BATCH`` x ``LENGTH`` x ``WIDTH`` floats), far above 
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is import
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 
 LAYERS = 3
 WIDTH = 64
@@ -120,6 +122,31 @@ def batch(seed: int = 0) -> dict[str, torch.Tensor]:
     mask = torch.ones_like(tokens)
     mask[-1, LENGTH // 2 :] = 0
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+
+
+def rows(batches: int) -> list[dict[str, torch.Tensor]]:
+    """A data set of so many batches."""
+    return [
+        {name: values[row] for name, values in batch(seed).items()}
+        for seed in range(batches)
+        for row in range(BATCH)
+    ]
+
+
+def gradients(model: nn.Module, micro_steps: int) -> dict[str, torch.Tensor | None]:
+    """Those of some accumulated micro-steps."""
+    torch.manual_seed(7)
+    for seed in range(micro_steps):
+        model(**batch(seed)).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Every tensor is equal, bit for bit, and some are not zero."""
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert (tensor is None and other[name] is None) or torch.equal(tensor, other[name]), name
+    assert any(tensor is not None and tensor.any() for tensor in one.values())
 
 
 def trainer_options(path: Path, steps: int, micro_steps: int) -> dict[str, Any]:

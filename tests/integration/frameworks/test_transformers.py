@@ -19,7 +19,16 @@ from disco_client.patches import torch as torch_patch
 from disco_client.patches import transformers as disco_transformers
 from disco_client.patches.transformers import DiscodCallback
 from tests.helpers.pages import run_page
-from tests.helpers.tiny_models import ARCHITECTURES, LAYERS, batch, tiny, trainer_options
+from tests.helpers.tiny_models import (
+    ARCHITECTURES,
+    LAYERS,
+    assert_same,
+    batch,
+    gradients,
+    rows,
+    tiny,
+    trainer_options,
+)
 
 Attach = Callable[..., None]
 STEPS = 2
@@ -41,36 +50,12 @@ def saved() -> int:
     return disco_client.stats().saved_blobs
 
 
-def gradients(model: nn.Module, micro_steps: int = MICRO_STEPS) -> dict[str, torch.Tensor | None]:
-    """Those of some accumulated micro-steps."""
-    torch.manual_seed(7)
-    for seed in range(micro_steps):
-        model(**batch(seed)).loss.backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Every tensor is equal, bit for bit, and some are not zero."""
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert (tensor is None and other[name] is None) or torch.equal(tensor, other[name]), name
-    assert any(tensor is not None and tensor.any() for tensor in one.values())
-
-
-def dataset() -> list[dict[str, torch.Tensor]]:
-    return [
-        {name: values[row] for name, values in batch(seed).items()}
-        for seed in range(MICRO_STEPS)
-        for row in range(len(batch()["input_ids"]))
-    ]
-
-
 def train(model: nn.Module, path: Path, callbacks: Any = (), **options: Any) -> Trainer:
     """A training of ``STEPS`` steps, over."""
     arguments = TrainingArguments(
         **trainer_options(path, STEPS, MICRO_STEPS) | {"activation_checkpointing": True} | options
     )
-    trainer = Trainer(model, arguments, train_dataset=dataset(), callbacks=list(callbacks))
+    trainer = Trainer(model, arguments, train_dataset=rows(MICRO_STEPS), callbacks=list(callbacks))
     trainer.train()
     return trainer
 
@@ -83,13 +68,13 @@ def test_gradients_are_those_of_torch(kind: str, reentrant: bool) -> None:
     options = {"use_reentrant": reentrant}
     plain = tiny(kind)
     plain.activation_checkpointing_enable(options)
-    expected = gradients(plain)
+    expected = gradients(plain, MICRO_STEPS)
     assert saved() == 0
 
     model = tiny(kind)
     keys = list(model.state_dict())
     model.activation_checkpointing_enable(options, offload="disk")
-    assert_same(gradients(model), expected)
+    assert_same(gradients(model, MICRO_STEPS), expected)
     architecture = ARCHITECTURES[kind]
     assert saved() == (architecture.layers + architecture.shared) * MICRO_STEPS
     assert list(model.state_dict()) == keys
@@ -123,7 +108,7 @@ def test_a_forward_without_backward_leaves_nothing() -> None:
     assert disco_client.stats().live_blobs == 0
     plain = tiny()
     plain.activation_checkpointing_enable()
-    assert_same(gradients(model), gradients(plain))
+    assert_same(gradients(model, MICRO_STEPS), gradients(plain, MICRO_STEPS))
 
 
 @pytest.mark.usefixtures("patched")
@@ -141,10 +126,10 @@ def test_a_model_is_copied_and_saved_while_it_offloads(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     output.loss.backward()
     model.zero_grad()
-    expected = gradients(model)
+    expected = gradients(model, MICRO_STEPS)
     before = saved()
-    assert_same(gradients(twin), expected)
-    assert_same(gradients(loaded), expected)
+    assert_same(gradients(twin, MICRO_STEPS), expected)
+    assert_same(gradients(loaded, MICRO_STEPS), expected)
     assert saved() == before + 2 * LAYERS * MICRO_STEPS
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert_same(dict(reloaded.state_dict()), dict(model.state_dict()))
@@ -161,7 +146,7 @@ def test_the_other_options_keep_working() -> None:
     model.config._attn_implementation = plain.config._attn_implementation = "eager"
     for layer in (*model.model.layers, *plain.model.layers):
         layer.self_attn.attention_dropout = 0.0
-    assert_same(gradients(model), gradients(plain))
+    assert_same(gradients(model, MICRO_STEPS), gradients(plain, MICRO_STEPS))
     assert saved() == 2 * MICRO_STEPS  # layers 0 and 2
     held = model.model.layers[0]._gradient_checkpointing_func
     assert held.keywords == options
@@ -240,7 +225,7 @@ def test_releases_without_the_key_take_it_too(monkeypatch: pytest.MonkeyPatch) -
     try:
         model = tiny()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"offload": "disk"})
-        gradients(model)
+        gradients(model, MICRO_STEPS)
         assert saved() == LAYERS * MICRO_STEPS
         for options in ({"offload": "disc"}, {"offload": True}, {"every_n_layers": 2}):
             with pytest.raises(ValueError, match="is not known"):
@@ -297,7 +282,10 @@ def test_a_trainer_reaches_the_same_weights(tmp_path: Path) -> None:
     trainer = train(tiny(), tmp_path, **options)
     assert_same(dict(trainer.model.state_dict()), dict(plain.model.state_dict()))
     assert saved() == LAYERS * MICRO_STEPS * STEPS
-    assert trainer.evaluate(dataset())["eval_loss"] == plain.evaluate(dataset())["eval_loss"]
+    assert (
+        trainer.evaluate(rows(MICRO_STEPS))["eval_loss"]
+        == plain.evaluate(rows(MICRO_STEPS))["eval_loss"]
+    )
     assert saved() == LAYERS * MICRO_STEPS * STEPS
     assert disco_client.stats().live_blobs == 0
 
@@ -314,7 +302,7 @@ def test_the_callback_needs_no_key(
     trainer = train(model, tmp_path, [DiscodCallback()], **options)
     assert_same(dict(model.state_dict()), dict(plain.model.state_dict()))
     assert saved() == LAYERS * MICRO_STEPS * STEPS
-    trainer.evaluate(dataset())
+    trainer.evaluate(rows(MICRO_STEPS))
     assert saved() == LAYERS * MICRO_STEPS * STEPS
     assert dict(vars(torch.utils.checkpoint)) == originals
     assert warnings_of_ours(caplog) == []
@@ -381,7 +369,10 @@ def test_the_page_works_as_it_is_copied(tmp_path: Path) -> None:
     model = tiny()
     try:
         run_page(
-            "frameworks/transformers.md", model=model, dataset=dataset(), output_dir=str(tmp_path)
+            "frameworks/transformers.md",
+            model=model,
+            dataset=rows(MICRO_STEPS),
+            output_dir=str(tmp_path),
         )
     finally:
         disco_transformers.disable()
