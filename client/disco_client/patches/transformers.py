@@ -102,7 +102,7 @@ def _with_disk(original: Callable[..., None]) -> Callable[..., None]:
         given[options_name] = options or None
         original(*call.args, **call.kwargs)
         if to_disk:
-            _rebind(given[model_name], options)
+            _rebind(given[model_name])
 
     return enable_checkpointing
 
@@ -127,9 +127,8 @@ def _refuse_unknown(options: dict[str, Any]) -> None:
             )
 
 
-def _rebind(model: Any, options: dict[str, Any]) -> None:
-    form = _reentrant if options.get("use_reentrant") else checkpoint
-    function = functools.partial(form, **options)
+def _rebind(model: Any) -> None:
+    """Another function in the place of torch's, with the keywords that transformers chose."""
     modules = [module for module in model.modules() if _HELD in vars(module)]
     if not modules:
         raise UsageError(
@@ -137,7 +136,9 @@ def _rebind(model: Any, options: dict[str, Any]) -> None:
             f'offload="{DISK}" cannot reach it; use DiscodCallback() or disco_client.patch_torch()'
         )
     for module in modules:
-        setattr(module, _HELD, function)
+        keywords = getattr(vars(module)[_HELD], "keywords", {})
+        form = _reentrant if keywords.get("use_reentrant") else checkpoint
+        setattr(module, _HELD, functools.partial(form, **keywords))
 
 
 def _reentrant(
