@@ -14,6 +14,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 LAYERS = 3
 WIDTH = 64
@@ -139,6 +141,19 @@ def gradients(model: nn.Module, micro_steps: int) -> dict[str, torch.Tensor | No
     for seed in range(micro_steps):
         model(**batch(seed)).loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def layer_inputs(model: nn.Module) -> list[StorageWeakRef]:
+    """Weak references to what the layers of ``model`` are given from now on, in their order."""
+    found: list[StorageWeakRef] = []
+
+    def note(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        found.append(StorageWeakRef(inputs[0].untyped_storage()))
+
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.register_forward_pre_hook(note)
+    return found
 
 
 def assert_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:

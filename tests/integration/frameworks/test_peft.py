@@ -19,6 +19,7 @@ from tests.helpers.tiny_models import (
     assert_same,
     batch,
     gradients,
+    layer_inputs,
     rows,
     tiny,
     trainer_options,
@@ -86,6 +87,19 @@ def test_adapters_get_the_gradients_of_torch(kind: str, form: str) -> None:
     assert_same(*results)
     assert saved() == 2 * (LAYERS + KINDS[kind])
     assert disco_client.stats().live_blobs == 0
+
+
+@pytest.mark.parametrize("input_grads", [False, True])
+def test_layer_inputs_leave_the_memory(input_grads: bool) -> None:
+    """What the page says of ``enable_input_require_grads``; else nothing would be won."""
+    model = adapted()
+    model.activation_checkpointing_enable(offload="disk")
+    if not input_grads:
+        model.disable_input_require_grads()
+    inputs = layer_inputs(model)
+    output = model(**batch())
+    assert [one.expired() for one in inputs] == [not input_grads] + [True] * (LAYERS - 1)
+    del output
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # torch's

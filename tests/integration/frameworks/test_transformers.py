@@ -25,6 +25,7 @@ from tests.helpers.tiny_models import (
     assert_same,
     batch,
     gradients,
+    layer_inputs,
     rows,
     tiny,
     trainer_options,
@@ -79,6 +80,21 @@ def test_gradients_are_those_of_torch(kind: str, reentrant: bool) -> None:
     assert saved() == (architecture.layers + architecture.shared) * MICRO_STEPS
     assert list(model.state_dict()) == keys
     assert disco_client.stats().live_blobs == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.usefixtures("patched")
+def test_layer_inputs_leave_the_memory(kind: str, reentrant: bool) -> None:
+    """Else a copy would be on disk, and nothing won by it."""
+    for offload in (False, "disk"):
+        model = tiny(kind)
+        model.activation_checkpointing_enable({"use_reentrant": reentrant}, offload=offload)
+        inputs = layer_inputs(model)
+        output = model(**batch())
+        assert len(inputs) == ARCHITECTURES[kind].layers
+        assert [one.expired() for one in inputs] == [bool(offload)] * len(inputs)
+        del output
 
 
 @pytest.mark.usefixtures("patched")
@@ -306,6 +322,18 @@ def test_the_callback_needs_no_key(
     assert saved() == LAYERS * MICRO_STEPS * STEPS
     assert dict(vars(torch.utils.checkpoint)) == originals
     assert warnings_of_ours(caplog) == []
+
+
+@pytest.mark.usefixtures("patched")
+def test_all_ways_at_once(tmp_path: Path) -> None:
+    """Else a key beside the callback, or beside ``patch_torch``, would store everything twice."""
+    plain = train(tiny(), tmp_path)
+    options = {"activation_checkpointing_kwargs": {"offload": "disk"}}
+    with disco_client.offload():
+        everything = train(tiny(), tmp_path, [DiscodCallback()], **options)
+    assert_same(dict(everything.model.state_dict()), dict(plain.model.state_dict()))
+    outside = disco_client.stats().saved_blobs - LAYERS * MICRO_STEPS * STEPS
+    assert outside == 4 * MICRO_STEPS * STEPS  # around the last norm, and in the loss
 
 
 def test_the_callback_leaves_a_patch_that_was_on_before(tmp_path: Path) -> None:

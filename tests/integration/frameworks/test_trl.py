@@ -120,10 +120,17 @@ def test_both_switches_reach_the_same_weights(kind: str, adapters: bool, tmp_pat
     assert disco_client.stats().live_blobs == 0
 
 
-def test_both_switches_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"offload": "disk"}], ids=["", "key"])
+def test_both_switches_together(tmp_path: Path, options: dict[str, str]) -> None:
     """Else the recomputed activations would go to disk and come back at once."""
     plain = train("sft", tmp_path, False)
-    both = train("sft", tmp_path, False, activation_offloading=True)
+    both = train(
+        "sft",
+        tmp_path,
+        False,
+        activation_offloading=True,
+        gradient_checkpointing_kwargs=options or None,
+    )
     assert_same(dict(both.model.state_dict()), dict(plain.model.state_dict()))
     outside = 3  # of the layers: around the last norm, and in the loss
     assert saved() == (LAYERS + outside) * FORWARDS
