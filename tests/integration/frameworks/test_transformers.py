@@ -168,6 +168,22 @@ def test_the_other_options_keep_working() -> None:
     assert held.keywords == options
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # dynamo looks at everything, as .grad
+@pytest.mark.usefixtures("patched")
+def test_a_compiled_model_offloads_with_the_key() -> None:
+    """What the page says; else ``torch_compile=True`` would turn the offload off."""
+    results = []
+    for offload in (False, "disk"):
+        model = tiny("qwen")
+        del model.model.layers[1:]
+        model.activation_checkpointing_enable(offload=offload)
+        gradients(torch.compile(model, backend="eager"), 1)
+        torch.compiler.reset()  # code compiled for one checkpoint function is not guarded by it
+        results.append({name: p.grad for name, p in model.named_parameters()})
+    assert_same(*results)
+    assert saved() == 1
+
+
 @pytest.mark.parametrize("value", [False, True])
 @pytest.mark.usefixtures("patched")
 def test_true_and_false_mean_what_they_did(value: bool) -> None:
