@@ -99,7 +99,8 @@ def _with_disk(original: Callable[..., None]) -> Callable[..., None]:
         _refuse_unknown(options)
         if to_disk:
             del given["offload"]
-        given[options_name] = options or None
+        if options != given.get(options_name):
+            given[options_name] = options or None
         original(*call.args, **call.kwargs)
         if to_disk:
             _rebind(given[model_name])
