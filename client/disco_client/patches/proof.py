@@ -25,14 +25,17 @@ class Proof:
 
     def __init__(self, name: str, remedy: str) -> None:
         self._name = name
-        self._remedy = remedy
+        self._usual_remedy = self._remedy = remedy
         self._handle: RemovableHandle | None = None
+        self._looked = False
         self._calls = 0
         self._offloaded = 0
 
-    def begin(self) -> None:
-        """Count from here."""
+    def begin(self, remedy: str | None = None) -> None:
+        """Count from here, and name ``remedy`` this time."""
         self.end()
+        self._remedy = remedy or self._usual_remedy
+        self._looked = False
         self._calls, self._offloaded = tally.calls, tally.offloaded
         self._handle = register_optimizer_step_pre_hook(self._look)
 
@@ -44,9 +47,9 @@ class Proof:
 
     def check(self) -> None:
         """Warn, once, if nothing was offloaded; for frameworks that tell when backward is over."""
-        if self._handle is None:
+        if self._handle is None or self._looked:
             return
-        self.end()
+        self._looked = True  # and the hook stays: torch is iterating over all of them
         if tally.offloaded == self._offloaded:
             _log.warning(
                 "the %s patch of discod is enabled, but nothing was offloaded by the end of the "

@@ -45,8 +45,11 @@ class Patch:
         """Whether the replacements are in place."""
         return bool(self._applied)
 
-    def enable(self) -> None:
+    def enable(self, remedy: str | None = None) -> None:
         """Replace everything; nothing happens when that is done already.
+
+        Args:
+            remedy: In place of the patch's own, for who enables it on a framework's behalf.
 
         Raises:
             UsageError: The framework has no such attribute: its version is not supported.
@@ -66,8 +69,12 @@ class Patch:
         for one in applied:
             setattr(one.owner, one.name, one.new)
         self._applied = applied
-        self._proof.begin()
+        self._proof.begin(remedy)
         summary.show_at_end()
+
+    def check(self) -> None:
+        """Warn, once, if nothing was offloaded; for frameworks that tell when backward is over."""
+        self._proof.check()
 
     def disable(self) -> None:
         """Put the originals back; nothing happens when that is done already.
