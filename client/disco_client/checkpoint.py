@@ -89,7 +89,13 @@ def prepare(
     if not torch.is_grad_enabled() or region_depth():
         return None
     tally.calls += 1
-    call = Prepared(function, args, kwargs, connection.current().packer)
+    packer = connection.current().packer
+    call = Prepared(function, args, kwargs, packer)
+    given_tensors = any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values()))
+    if not given_tensors and isinstance(function, functools.partial):
+        # Some models hand over their hidden states by keyword, and libraries put those in partials.
+        given = (*function.args, *args)
+        call = Prepared(function.func, given, {**function.keywords, **kwargs}, packer)
     return call if call.worthwhile else None
 
 
@@ -108,6 +114,7 @@ def _warn_reentrant() -> None:
     if not _warned_reentrant:
         _warned_reentrant = True
         _log.warning(
-            "checkpoint(use_reentrant=True): discod always runs the non-reentrant form, which "
-            "gives the same gradients"
+            "checkpoint(use_reentrant=True): discod always runs the non-reentrant form, whose "
+            "gradients may differ in their last bits from the reentrant form's; pass False, or use "
+            "disco_client.Disco or patch_torch() for the reentrant one"
         )

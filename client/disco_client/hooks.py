@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from disco_client.buffers import is_buffer
-from disco_client.packed import Constant, Kept, Offloaded, Packed, Wrapped
+from disco_client.packed import Constant, Kept, Offloaded, Packed, Recast, Wrapped, parameter_behind
 from disco_client.residency import Group
 from disco_client.session import Session
 from disco_client.sharing import Sharing
@@ -65,6 +67,9 @@ class Packer:
     def _pack(self, tensor: torch.Tensor, group: Group, min_bytes: int) -> Packed:
         if not self._wanted(tensor, min_bytes):
             return Kept(tensor)
+        parameter = parameter_behind(tensor)
+        if parameter is not None:
+            return Recast(tensor, parameter)
         if is_supported(tensor):
             return self._store(tensor, group, None)
         wait = getattr(tensor, "trigger_wait", None)
@@ -92,8 +97,9 @@ class Packer:
         if nbytes < min_bytes:
             tally.largest_small_bytes = max(tally.largest_small_bytes, nbytes)
             return False
-        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
-            return False
+        owner = tensor if tensor._base is None else tensor._base
+        if isinstance(owner, torch.nn.Parameter) or (owner.is_leaf and owner.requires_grad):
+            return False  # alive anyway: the graph holds it for its gradient
         if _has_bytes(tensor, min_bytes):
             attributes = tensor.is_leaf and tensor.__dict__  # which autograd keeps for leaves
             return not attributes and not is_buffer(tensor)
@@ -124,6 +130,8 @@ def _has_bytes(tensor: torch.Tensor, min_bytes: int) -> bool:
 
 def _warn_unsupported(tensor: torch.Tensor) -> None:
     kind = type(tensor)
+    if torch.compiler.is_compiling() or issubclass(kind, FakeTensor | FunctionalTensor):
+        return  # nothing is being saved yet
     tally.unsupported.add(kind.__qualname__)
     if kind not in _warned_types:
         _warned_types.add(kind)

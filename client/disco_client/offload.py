@@ -12,7 +12,6 @@ from disco_client import connection
 from disco_client.buffers import remember
 from disco_client.compiling import runs_eagerly
 from disco_client.errors import UnsupportedCall
-from disco_client.hooks import region_depth
 from disco_client.residency import Group
 from disco_client.tally import tally
 from discod.wire.sizes import parse_size
@@ -29,11 +28,14 @@ class offload:
     """A block, or a decorated function, whose saved activations discod keeps.
 
     Every tensor of at least ``min_bytes`` that autograd saves inside is copied to the arena and
-    not kept in memory by the graph; backward loads it back, inside the block or outside. Stays in
-    memory: parameters, buffers, smaller tensors, and tensors without plain bytes, of which one
-    warning tells. Bytes that several operations save are stored once, whatever view each has of
-    them. A tensor subclass around plain tensors (DTensor, quantized weights) is stored by its
-    parts. Values are those at the time of the save; a later change in place is no error.
+    not kept in memory by the graph; backward loads it back, inside the block or outside. Bytes that
+    several operations save are stored once, whatever view each has of them. A tensor subclass
+    around plain tensors (DTensor, quantized weights) is stored by its parts. Values are those at
+    the time of the save; a later change in place is no error.
+
+    Stays in memory: parameters (what autocast made of one is cast again), leaves that need a
+    gradient, buffers, smaller tensors, what is saved during a backward, and tensors without plain
+    bytes, of which one warning tells.
 
     The object may be used again, nested and in several threads.
 
@@ -104,18 +106,17 @@ class offload:
 class _Entry:
     """One time that a block was entered.
 
-    Its hooks rest where they would do harm: in what a checkpointed call inside of the block
-    recomputes, when backward runs in the block too; and after the block, since autograd's engine
-    puts hooks back that were left from within a backward hook.
+    Its hooks rest where they would do harm: in backward, when that runs in the block too, since
+    what a reentrant checkpoint saves there is needed at once; and after the block, since autograd's
+    engine puts hooks back that were left from within a backward hook.
     """
 
     def __init__(self, min_bytes: int | None) -> None:
         self.over = False
-        self._depth = region_depth()
         self.hooks = connection.current().packer.hooks(_group, min_bytes, self._rests)
 
     def _rests(self) -> bool:
-        return self.over or region_depth() > self._depth
+        return self.over or torch._C._current_graph_task_id() != -1
 
 
 class _Stack(threading.local):

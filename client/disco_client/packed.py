@@ -19,19 +19,62 @@ class Packed(Protocol):
 class Kept:
     """A tensor that stays in memory: too small, alive anyway, or of a kind without plain bytes.
 
-    Holds it detached: keeping the tensor itself would tie its graph into a cycle.
+    Holds a leaf as it is, as autograd does, so that ZeRO may exchange a parameter's data under it.
+    Anything else is held detached: keeping the tensor itself would tie its graph into a cycle.
     """
 
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
         self._version = version_of(tensor)
 
     def load(self) -> torch.Tensor:
         """The tensor. Raises ``RuntimeError`` as autograd does when it was changed in place."""
         refuse_stale(self._tensor, self._version)
         return self._tensor
+
+
+class Recast:
+    """A parameter in another dtype, as autocast makes it, or a view of that: cast again to load.
+
+    The parameter is alive anyway, and casting it is cheaper than storing the result.
+    """
+
+    __slots__ = ("_dtype", "_offset", "_parameter", "_shape", "_stride", "_version")
+
+    def __init__(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
+        self._parameter = parameter
+        self._version = version_of(parameter)
+        self._dtype = tensor.dtype
+        self._shape, self._stride = tensor.shape, tensor.stride()
+        self._offset = tensor.storage_offset()
+
+    def load(self) -> torch.Tensor:
+        """The tensor. Raises ``RuntimeError`` when the parameter was changed in place."""
+        refuse_stale(self._parameter, self._version)
+        with torch.no_grad():
+            cast = self._parameter.to(self._dtype)
+            return cast.as_strided(self._shape, self._stride, self._offset)
+
+
+def parameter_behind(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The parameter that ``tensor`` is a plain cast of, or a view of a cast of."""
+    cast = tensor if tensor._base is None else tensor._base
+    if cast.grad_fn is None or cast.grad_fn.name() != "ToCopyBackward0" or cast._version:
+        return None
+    ((node, _),) = cast.grad_fn.next_functions
+    parameter = getattr(node, "variable", None)
+    if (
+        isinstance(parameter, torch.nn.Parameter)
+        and type(parameter.data) is torch.Tensor
+        and tensor.dtype == cast.dtype
+        and parameter.device == cast.device
+        and parameter.stride() == cast.stride()
+        and cast.storage_offset() == 0
+    ):
+        return parameter
+    return None
 
 
 class Constant:

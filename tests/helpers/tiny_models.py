@@ -48,12 +48,14 @@ class Architecture(NamedTuple):
         config: Its configuration, tiny.
         shared: Blobs of a step that are not one layer's input: what several layers are given.
         layers: Layers that are checkpointed.
+        reentrant_only: Blobs more in the reentrant form, where no leaf is handed from layer to layer.
     """
 
     model: Any
     config: Any
     shared: int = 0
     layers: int = LAYERS
+    reentrant_only: int = 0
 
 
 ARCHITECTURES = {
@@ -105,7 +107,8 @@ ARCHITECTURES = {
             eos_token_id=2,
         ),
         layers=2 * LAYERS,
-        shared=6,
+        shared=5,
+        reentrant_only=1,  # a position bias that is a leaf otherwise
     ),
 }
 

@@ -28,6 +28,9 @@ from tests.helpers.tiny_models import (
 KINDS = {"llama": 0, "gpt2": 1}
 """And the blobs that are not one layer's input."""
 
+STORED = LAYERS - 1
+"""Of a Llama whose embeddings are made to require a gradient: autograd holds the first input."""
+
 pytestmark = [
     pytest.mark.usefixtures("attached", "patched"),
     # PEFT uses names that transformers 5 has deprecated.
@@ -85,7 +88,8 @@ def test_adapters_get_the_gradients_of_torch(kind: str, form: str) -> None:
             model.disable_input_require_grads()
         results.append(adapter_gradients(model))
     assert_same(*results)
-    assert saved() == 2 * (LAYERS + KINDS[kind])
+    layers = STORED if kind == "llama" and form != "frozen input" else LAYERS
+    assert saved() == 2 * (layers + KINDS[kind])
     assert disco_client.stats().live_blobs == 0
 
 
@@ -126,7 +130,7 @@ def test_kinds_of_adapters(settings: dict[str, Any]) -> None:
         model.activation_checkpointing_enable(offload=offload)
         results.append(adapter_gradients(model))
     assert_same(*results)
-    assert saved() == 2 * LAYERS
+    assert saved() == 2 * STORED
 
 
 def test_a_model_that_checkpoints_already_is_adapted() -> None:
@@ -139,7 +143,7 @@ def test_a_model_that_checkpoints_already_is_adapted() -> None:
         config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
         results.append(adapter_gradients(get_peft_model(model, config)))
     assert_same(*results)
-    assert saved() == 2 * LAYERS
+    assert saved() == 2 * STORED
 
 
 def test_adapters_are_copied_saved_and_merged(tmp_path: Path) -> None:
@@ -174,7 +178,7 @@ def test_a_trainer_reaches_the_same_weights(tmp_path: Path, way: str) -> None:
         Trainer(model, arguments, train_dataset=rows(2), callbacks=told).train()
         results.append(dict(model.state_dict()))
     assert_same(*results)
-    assert saved() == 2 * 2 * LAYERS
+    assert saved() == 2 * 2 * STORED
     assert disco_client.stats().live_blobs == 0
 
 
@@ -182,4 +186,4 @@ def test_the_page_works_as_it_is_copied() -> None:
     """Else the first thing that a user of PEFT tries fails."""
     names = run_page("frameworks/peft.md", model=tiny())
     gradients(names["model"], 1)
-    assert saved() == LAYERS
+    assert saved() == STORED

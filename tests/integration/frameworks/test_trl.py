@@ -100,23 +100,24 @@ def train(kind: str, path: Path, adapters: bool, *callbacks: Any, **options: Any
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_both_switches_reach_the_same_weights(kind: str, adapters: bool, tmp_path: Path) -> None:
     """The whole way of a user, with a reference model's forward before each backward in DPO."""
+    layers = LAYERS - adapters  # autograd holds the first one's input, which PEFT gives a gradient
     plain = dict(train(kind, tmp_path, adapters).model.state_dict())
     assert saved() == 0
 
     key = {"gradient_checkpointing_kwargs": {"offload": "disk"}}
     checkpointed = train(kind, tmp_path, adapters, **key)
     assert_same(dict(checkpointed.model.state_dict()), plain)
-    assert saved() == LAYERS * FORWARDS
+    assert saved() == layers * FORWARDS
     checkpointed.evaluate()
-    assert saved() == LAYERS * FORWARDS
+    assert saved() == layers * FORWARDS
 
     switch = {"gradient_checkpointing": False, "activation_offloading": True}
     offloaded = train(kind, tmp_path, adapters, **switch)
     assert_same(dict(offloaded.model.state_dict()), plain)
-    activations = saved() - LAYERS * FORWARDS
-    assert activations > 10 * LAYERS * FORWARDS
+    activations = saved() - layers * FORWARDS
+    assert activations > 10 * layers * FORWARDS
     offloaded.evaluate()
-    assert saved() == LAYERS * FORWARDS + activations
+    assert saved() == layers * FORWARDS + activations
     assert disco_client.stats().live_blobs == 0
 
 
@@ -141,7 +142,7 @@ def test_options_that_the_reference_models_turn_gives_back(tmp_path: Path) -> No
     """TRL turns checkpointing on again with the whole dict, which torch would choke on."""
     options = {"offload": "disk", "every_n_layers": 2}
     train("dpo", tmp_path, True, gradient_checkpointing_kwargs=options)
-    assert saved() == 2 * FORWARDS  # layers 0 and 2
+    assert saved() == FORWARDS  # layer 2; layer 0 has an input that autograd holds
 
 
 def test_selective_checkpointing(tmp_path: Path) -> None:

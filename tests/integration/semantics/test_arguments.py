@@ -419,3 +419,20 @@ def test_settings_of_disco() -> None:
     assert torch.equal(x.grad, torch.cos(x.detach()))
     with pytest.raises(ValueError, match="save_workers=0"):
         DISCO.apply(torch.sin, leaf() * 1.0, save_workers=0)
+
+
+@pytest.mark.parametrize("form", NON_REENTRANT_CHECKPOINTS, ids=str)
+def test_hidden_states_in_the_keywords_of_a_partial(form: Form) -> None:
+    """Libraries put a layer's keywords into a partial; where all come so, nothing would move."""
+
+    def pattern(apply: Apply) -> list[torch.Tensor | None]:
+        x, module = leaf(), Layer()
+        mask, hidden = torch.rand(ROWS, WIDTH), x * 1.0
+        for _ in range(3):
+            call = functools.partial(module, attention_mask=mask)
+            hidden = apply(functools.partial(call, hidden_states=hidden))
+        hidden.sum().backward()
+        return grads(x, module)
+
+    compare(form, pattern)
+    assert disco_client.stats().saved_blobs == 4  # the mask is one

@@ -260,6 +260,44 @@ def test_parameters_and_buffers_of_a_model_stay() -> None:
     assert disco_client.stats().saved_bytes == 8 * 256 * 4
 
 
+def test_weights_cast_by_autocast_stay() -> None:
+    """Half a model's bytes in each step, for what a cast of the weights gives again."""
+
+    def pattern(apply: Apply) -> list[torch.Tensor | None]:
+        x, one, two = leaf(64, 256), nn.Linear(256, 256), nn.Linear(256, 256)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = apply(lambda h: one(two(one(h))), x * 1.0)
+        output.float().sum().backward()
+        return [output.detach(), *grads(x, one, two)]
+
+    compare(OFFLOAD, pattern)
+    # What is stored are the three inputs in bfloat16; a weight in bfloat16 has 128 KiB.
+    assert disco_client.stats().saved_bytes == 3 * 64 * 256 * 2
+
+
+def test_cast_weight_changed_before_backward() -> None:
+    """It cannot be cast again from other values: autograd's error, and no wrong gradient."""
+    x, linear = leaf(), nn.Linear(256, 256, bias=False)
+    with disco_client.offload(), torch.autocast("cpu", torch.bfloat16):
+        loss = linear(x.repeat(1, 8) * 1.0).float().sum()
+    with torch.no_grad():
+        linear.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_leaves_that_need_a_gradient_stay() -> None:
+    """The graph holds them for their gradient, so storing them would free nothing."""
+    for form in ALL:
+        x, module = leaf(), layer()
+        before = disco_client.stats().saved_bytes
+        with form.around():
+            form.apply(module, x).sum().backward()
+            form.apply(module, x[1:]).sum().backward()
+        saved = disco_client.stats().saved_bytes - before
+        assert saved == 0 or form is OFFLOAD, form  # which stores what is made of them
+
+
 def test_buffers_of_a_model_that_was_copied() -> None:
     """A copy registers nothing; the model can be named instead."""
     model = copy.deepcopy(Model())
