@@ -48,7 +48,7 @@ class Architecture(NamedTuple):
         config: Its configuration, tiny.
         shared: Blobs of a step that are not one layer's input: what several layers are given.
         layers: Layers that are checkpointed.
-        reentrant_only: Blobs more in the reentrant form, where no leaf is handed from layer to layer.
+        reentrant_only: Blobs more in the reentrant form, which hands no leaf from layer to layer.
     """
 
     model: Any
