@@ -33,9 +33,9 @@ class offload:
     around plain tensors (DTensor, quantized weights) is stored by its parts. Values are those at
     the time of the save; a later change in place is no error.
 
-    Stays in memory: parameters (what autocast made of one is cast again), leaves that need a
-    gradient, buffers, smaller tensors, what is saved during a backward, and tensors without plain
-    bytes, of which one warning tells.
+    Stays in memory: parameters (what autocast made of one that is trained is cast again), leaves
+    that need a gradient, buffers, smaller tensors, what is saved during a backward, and tensors
+    without plain bytes, of which one warning tells.
 
     The object may be used again, nested and in several threads.
 
