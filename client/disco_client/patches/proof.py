@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from disco_client import connection
@@ -14,9 +14,10 @@ _log = logging.getLogger(__name__)
 
 
 class Proof:
-    """Looks, when an optimizer first steps, whether anything was offloaded since :meth:`begin`.
+    """Looks, after an optimizer's first step, whether anything was offloaded since :meth:`begin`.
 
-    An optimizer's step is what every framework does after its first backward.
+    An optimizer's step is what every framework does after its first backward, or around it: with a
+    closure, as Lightning calls it, forward and backward run inside of the step.
 
     Args:
         name: The patch, for the warning.
@@ -34,7 +35,7 @@ class Proof:
         """Count from here."""
         self.end()
         self._calls, self._offloaded = tally.calls, tally.offloaded
-        self._handle = register_optimizer_step_pre_hook(self._look)
+        self._handle = register_optimizer_step_post_hook(self._look)
 
     def end(self) -> None:
         """Do not look any more."""

@@ -69,6 +69,10 @@ class Patch:
         self._proof.begin()
         summary.show_at_end()
 
+    def prove(self) -> None:
+        """The first backward is over: warn if nothing was offloaded, unless that was looked at."""
+        self._proof.check()
+
     def disable(self) -> None:
         """Put the originals back; nothing happens when that is done already.
 
