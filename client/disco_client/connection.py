@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02
 
+DEFAULT_MIN_BYTES = 1 << 20
+"""Smaller tensors are many and cost a request each, but little memory."""
+
 ScratchDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -48,7 +51,7 @@ def connect(
     *,
     scratch: ScratchDirs | None = None,
     arena: int | str | None = None,
-    min_bytes: int | str = "1MiB",
+    min_bytes: int | str | None = None,
     reconnect_timeout: float = 60.0,
     reply_timeout: float = 60.0,
     start_timeout: float = 10.0,
@@ -65,7 +68,7 @@ def connect(
             ``DISCOD_SCRATCH`` (several separated by ``:``), else none is started.
         arena: This process's RAM tier, in bytes or as ``"8GiB"``. Default ``DISCOD_ARENA``, else
             the daemon's ``--ram`` divided by ``LOCAL_WORLD_SIZE``, or what is left of it.
-        min_bytes: ``checkpoint()`` and ``Disco`` leave smaller tensors in memory.
+        min_bytes: Smaller tensors stay in memory. Default ``DISCOD_MIN_BYTES``, else 1 MiB.
         reconnect_timeout: Seconds that a call may wait for a daemon that went away.
         reply_timeout: Seconds that a call may wait for a daemon that is there but does not answer.
         start_timeout: Seconds that a daemon started here may take to be ready.
@@ -84,10 +87,8 @@ def connect(
     ):
         if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
             raise ValueError(f"{name}={seconds!r} must be a number of seconds, 0 or more")
-    if arena is None and os.environ.get("DISCOD_ARENA"):
-        arena_bytes: int | None = _size("DISCOD_ARENA", os.environ["DISCOD_ARENA"])
-    else:
-        arena_bytes = None if arena is None else _size("arena", arena)
+    arena_bytes = _setting("arena", arena)
+    min_bytes = _setting("min_bytes", min_bytes) or DEFAULT_MIN_BYTES
     with _lock:
         if _connection is not None:
             raise UsageError(
@@ -98,7 +99,7 @@ def connect(
             _socket_dir(socket_dir),
             _scratch_dirs(scratch),
             arena_bytes,
-            _size("min_bytes", min_bytes),
+            min_bytes,
             reconnect_timeout=reconnect_timeout,
             reply_timeout=reply_timeout,
             start_timeout=start_timeout,
@@ -201,6 +202,14 @@ def _greet(socket_dir: Path, launcher: Launcher | None, start_timeout: float) ->
                 failed_at = now
             if now > deadline or (failed_at is not None and now > failed_at + SETTLE_SECONDS):
                 raise launcher.error(socket_dir) from None
+
+
+def _setting(name: str, given: int | str | None) -> int | None:
+    """A size that was given, else the one in the environment, else None."""
+    if given is not None:
+        return _size(name, given)
+    variable = f"DISCOD_{name}".upper()
+    return _size(variable, os.environ[variable]) if os.environ.get(variable) else None
 
 
 def _size(name: str, text: int | str) -> int:

@@ -44,7 +44,7 @@ class Packer:
         """A context in which autograd saves through this packer, for ``group``."""
         least = self.min_bytes if min_bytes is None else min_bytes
         return torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: self._pack(tensor, group, least), _unpack
+            lambda tensor: self._pack(tensor, group, least), unpack
         )
 
     def offloads(self, value: object) -> bool:
@@ -115,7 +115,8 @@ def _warn_unsupported(tensor: torch.Tensor) -> None:
         )
 
 
-def _unpack(packed: Packed) -> torch.Tensor:
+def unpack(packed: Packed) -> torch.Tensor:
+    """The hook that gives a saved tensor back."""
     return packed.load()
 
 

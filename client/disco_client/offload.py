@@ -12,6 +12,7 @@ from disco_client import connection
 from disco_client.buffers import remember
 from disco_client.compiling import runs_eagerly
 from disco_client.errors import UnsupportedCall
+from disco_client.hooks import unpack
 from disco_client.residency import Group
 from disco_client.tally import tally
 from discod.wire.sizes import parse_size
@@ -97,6 +98,16 @@ class offload:
                 return function(*args, **kwargs)
 
         return call  # type: ignore[return-value]  # the same signature
+
+
+def saved_everywhere() -> torch.autograd.graph.saved_tensors_hooks:
+    """As ``offload()``, for a whole program: it attaches at the first save, not when it begins."""
+
+    def pack(tensor: torch.Tensor) -> Any:
+        tally.calls += 1
+        return connection.current().packer.hooks(_group).pack_hook(tensor)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 class _Stack(threading.local):
