@@ -28,6 +28,7 @@ class Proof:
         self._name = name
         self._remedy = remedy
         self._handle: RemovableHandle | None = None
+        self._waiting = False
         self._calls = 0
         self._offloaded = 0
 
@@ -35,19 +36,21 @@ class Proof:
         """Count from here."""
         self.end()
         self._calls, self._offloaded = tally.calls, tally.offloaded
+        self._waiting = True
         self._handle = register_optimizer_step_post_hook(self._look)
 
     def end(self) -> None:
         """Do not look any more."""
+        self._waiting = False
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def check(self) -> None:
         """Warn, once, if nothing was offloaded; for frameworks that tell when backward is over."""
-        if self._handle is None:
+        if not self._waiting:
             return
-        self.end()
+        self._waiting = False  # the handle stays: torch is iterating over the hooks
         if tally.offloaded == self._offloaded:
             _log.warning(
                 "the %s patch of discod is enabled, but nothing was offloaded by the end of the "
