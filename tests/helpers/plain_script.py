@@ -6,7 +6,9 @@ Writes the gradients of two steps to FILE, and its rank after it under torchrun.
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +37,21 @@ class Model(nn.Module):
         return hidden
 
 
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
+) -> list[torch.Tensor]:
+    """Train for STEPS steps: the gradients of each."""
+    gradients = []
+    for _ in range(STEPS):
+        backward(model(torch.randn(1024, 256)).square().mean())
+        gradients += [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients
+
+
 def main() -> None:
     """Train, and write the gradients."""
     parser = argparse.ArgumentParser()
@@ -52,12 +69,7 @@ def main() -> None:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(rank)
-    gradients = []
-    for _ in range(STEPS):
-        model(torch.randn(1024, 256)).square().mean().backward()
-        gradients += [parameter.grad.clone() for parameter in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
+    gradients = train(model, optimizer)
     torch.save(gradients, f"{options.out}{rank}")
     if "RANK" in os.environ:
         torch.distributed.destroy_process_group()
