@@ -40,6 +40,6 @@ def _offload_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 _patch = Patch(
     "accelerate",
     lambda: [Replacement(OffloadWrapper, "forward", _offload_forward)],
-    "Is activation_checkpointing_offload set in the FSDP plugin (fsdp_version=2), and was the model "
+    "Is activation_checkpointing_offload set in the FSDP plugin (fsdp_version=2), and is the model "
     "prepared with it? Without FSDP, call disco_client.patch_torch().",
 )

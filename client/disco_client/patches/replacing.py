@@ -12,7 +12,7 @@ class Replacement(NamedTuple):
     """One attribute to replace.
 
     Attributes:
-        owner: The module or class that has it.
+        owner: The module, class or object that has it.
         name: The attribute.
         make: Gives the new value from the original one.
     """
@@ -107,6 +107,7 @@ _INHERITED = object()
 
 
 def _path(owner: Any) -> str:
-    module = getattr(owner, "__module__", None)
-    name: str = getattr(owner, "__qualname__", None) or owner.__name__
+    named = owner if hasattr(owner, "__name__") else type(owner)
+    module = getattr(named, "__module__", None)
+    name: str = getattr(named, "__qualname__", None) or named.__name__
     return f"{module}.{name}" if module else name

@@ -28,12 +28,12 @@ def enable() -> None:
     Raises:
         UsageError: This version of torch is built differently.
     """
-    _patch.enable()
+    patch.enable()
 
 
 def disable() -> None:
     """Put torch's own implementation back, for models made in the meantime too."""
-    _patch.disable()
+    patch.disable()
 
 
 def _replacements() -> list[Replacement]:
@@ -89,7 +89,7 @@ def _offload_function(original: type[Any]) -> type[Any]:
     return OffloadedCheckpointFunction
 
 
-_patch = Patch(
+patch = Patch(
     "torch",
     _replacements,
     "Does the model call torch.utils.checkpoint.checkpoint (is its gradient checkpointing on), "
