@@ -1,6 +1,6 @@
 """A training script that knows nothing of discod, for the runner: ``plain_script.py --out FILE``.
 
-Writes the gradients of two steps to FILE, and its rank after it under torchrun. ``--scratch`` and
+Writes the gradients of two steps to FILE, with the rank after its name. ``--scratch`` and
 ``--arena`` are its own options, named as the runner's to see that nobody else takes them.
 """
 
@@ -56,6 +56,7 @@ def main() -> None:
     """Train, and write the gradients."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--scratch", default="")
     parser.add_argument("--arena", default="")
     parser.add_argument("--no-recompute", action="store_true")
@@ -67,7 +68,7 @@ def main() -> None:
     if "RANK" in os.environ:
         torch.distributed.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
     torch.manual_seed(rank)
     gradients = train(model, optimizer)
     torch.save(gradients, f"{options.out}{rank}")
