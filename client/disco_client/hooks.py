@@ -70,11 +70,12 @@ class Packer:
         return Offloaded(stored, spec)
 
     def _wanted(self, tensor: torch.Tensor, min_bytes: int) -> bool:
+        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+            return False
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes < min_bytes:
-            tally.largest_small_bytes = max(tally.largest_small_bytes, nbytes)
-            return False
-        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+            if nbytes > tally.largest_small_bytes:
+                tally.largest_small_bytes, tally.its_min_bytes = nbytes, min_bytes
             return False
         if is_supported(tensor):
             if tensor.is_leaf and tensor.__dict__:  # attributes, which autograd keeps for leaves

@@ -6,7 +6,6 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from disco_client import connection
 from disco_client.tally import tally
 from discod.wire.sizes import format_size
 
@@ -67,11 +66,10 @@ class Proof:
             return f"no checkpointed call reached discod. {self._remedy}"
         reasons = []
         if tally.largest_small_bytes:
-            least = connection.current().packer.min_bytes
             reasons.append(
                 f"the largest tensor that was to be saved has "
                 f"{format_size(tally.largest_small_bytes)}, and min_bytes is "
-                f"{format_size(least)} (connect(min_bytes=))"
+                f"{format_size(tally.its_min_bytes)}"
             )
         if tally.unsupported:
             kinds = ", ".join(sorted(tally.unsupported))

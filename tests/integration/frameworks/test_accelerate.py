@@ -18,7 +18,11 @@ import torch.utils.checkpoint
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    OffloadWrapper,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 
 import disco_client
 from disco_client.patches import accelerate as accelerate_patch
@@ -126,14 +130,28 @@ def test_two_fsdp2_ranks_by_the_page(shared_daemon: Daemon, tmp_path: Path) -> N
         }
 
 
-def test_the_offload_switch_goes_to_discod(attached: None) -> None:
-    """Else activation_checkpointing_offload would go on filling RAM, or give other gradients."""
-    plain = trained(wrapped())
+@pytest.mark.parametrize(
+    ("offload", "enable", "blobs"),
+    [
+        (True, [accelerate_patch.enable], LAYERS * STEPS),
+        (True, [torch_patch.enable], LAYERS * STEPS),
+        (True, [accelerate_patch.enable, torch_patch.enable], LAYERS * STEPS),
+        (False, [torch_patch.enable], LAYERS * STEPS),
+        (False, [accelerate_patch.enable], 0),
+    ],
+    ids=["switch", "switch-torch", "switch-both", "torch", "no-switch"],
+)
+def test_the_table_of_the_page(
+    attached: None, offload: bool, enable: list[Callable[[], None]], blobs: int
+) -> None:
+    """Else inputs would stay in RAM, be stored twice, or the gradients be others."""
+    plain = trained(wrapped(offload))
     assert disco_client.stats().saved_blobs == 0
-    model = wrapped()
-    accelerate_patch.enable()
+    model = wrapped(offload)
+    for switch in enable:
+        switch()
     assert all(map(torch.equal, trained(model), plain))
-    assert disco_client.stats().saved_blobs == LAYERS * STEPS
+    assert disco_client.stats().saved_blobs == blobs
 
 
 def test_without_the_switch_nothing_moves(attached: None, caplog: pytest.LogCaptureFixture) -> None:
@@ -147,25 +165,23 @@ def test_without_the_switch_nothing_moves(attached: None, caplog: pytest.LogCapt
     assert "activation_checkpointing_offload" in record.getMessage()
 
 
-def test_both_patches_store_each_input_once(attached: None) -> None:
-    """Else a script under the runner that enables this patch too would save everything twice."""
-    plain = trained(wrapped())
-    accelerate_patch.enable()
-    disco_client.patch_torch()
-    assert all(map(torch.equal, trained(wrapped()), plain))
-    assert disco_client.stats().saved_blobs == LAYERS * STEPS
-
-
 def test_small_tensors_are_the_reason_given(
     attached: None, shared_daemon: Daemon, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else one would look for a missing switch where only min_bytes is too high."""
+    """Else one would look for a missing switch where min_bytes is too high, or the step would fail.
+
+    The parameters are larger than the activations here, and are not the reason.
+    """
     disco_client.close()
     disco_client.connect(shared_daemon.socket_dir, arena="2MiB", min_bytes="16MiB")
     accelerate_patch.enable()
-    trained(wrapped())
+    layer = offload_wrapper(checkpoint_wrapper(nn.Linear(1024, 1024)))
+    layer(torch.randn(1, 1024, requires_grad=True)).sum().backward()
+    disco_client.close()  # looking for the reason attaches to nothing
+    torch.optim.SGD(layer.parameters()).step()
     (record,) = caplog.records
-    assert "1.0 MiB, and min_bytes is 16.0 MiB" in record.getMessage()
+    assert "4.0 KiB, and min_bytes is 16.0 MiB" in record.getMessage()
+    assert disco_client.stats().arena_bytes == 0
 
 
 def test_the_model_stays_as_it_is(attached: None) -> None:
