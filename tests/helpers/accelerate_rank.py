@@ -1,7 +1,7 @@
 """One of two FSDP2 ranks of Accelerate: ``python -m tests.helpers.accelerate_rank FOLDER PAGE``.
 
-Runs the Python block of PAGE and trains the model that it prepares, first with discod's patch and
-then without, and reports in FOLDER.
+Trains a model with the accelerator that the Python block of PAGE makes, first with discod's patch
+and then without, and reports in FOLDER.
 """
 
 import json
@@ -35,10 +35,11 @@ def run(page: str, rank: int) -> tuple[list[torch.Tensor], list[str]]:
     torch.manual_seed(0)
     model = Model(recompute=False)
     model._no_split_modules = ["Sequential"]  # as models of transformers have it
-    names = run_page(page, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    model, accelerator = names["model"], names["accelerator"]
+    accelerator = run_page(page)["accelerator"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
     torch.manual_seed(rank)
-    train(model, names["optimizer"], accelerator.backward)
+    train(model, optimizer, accelerator.backward)
     weights = [parameter.full_tensor() for parameter in model.parameters()]
     return weights, list(model.state_dict())
 
