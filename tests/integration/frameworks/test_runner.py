@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,13 +14,19 @@ import disco_client
 from disco_client.__main__ import command
 from disco_client.patches import torch as torch_patch
 from tests.helpers.daemon import Daemon, eventually
-from tests.helpers.jobs import ROOT
-from tests.helpers.pages import DOCS, run_page
+from tests.helpers.pages import run_page
 from tests.helpers.plain_script import LAYERS, STEPS, Model
-
-SCRIPT = ROOT / "tests" / "helpers" / "plain_script.py"
-PAGE = (DOCS / "frameworks" / "script.md").read_text()
-RUNNER = ("-m", "disco_client")
+from tests.helpers.scripts import (
+    PAGE,
+    RUNNER,
+    SCRIPT,
+    by_the_page,
+    ended,
+    equal,
+    run,
+    start,
+    summary_of,
+)
 
 REPORT = """\
 import os, pickle, sys
@@ -65,46 +70,6 @@ disco_client.__main__.main()
 """Each script by the runner, in a process of its own that need not import torch again."""
 
 
-def start(*command: str | Path, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | environment,
-    )
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=100)
-    finally:
-        process.kill()
-        process.wait()
-    return process.returncode, out, err
-
-
-def run(*command: str | Path, **environment: str) -> str:
-    """Run to the end; what it wrote on stderr."""
-    code, _, err = ended(start(*command, **environment))
-    assert code == 0, err
-    return err
-
-
-def gradients(path: Path) -> list[torch.Tensor]:
-    loaded: list[torch.Tensor] = torch.load(path)
-    return loaded
-
-
-def equal(one: Path, other: Path) -> bool:
-    return all(map(torch.equal, gradients(one), gradients(other)))
-
-
-def summary_of(err: str) -> list[str]:
-    """The number of tensors in each summary line."""
-    return re.findall(r"^discod.*?: (\d+) tensors", err, re.MULTILINE)
-
-
 def test_the_script_sees_what_python_would_show_it(tmp_path: Path) -> None:
     """Else a script that looks at argv, its path or __main__ would work differently, or not."""
     package = tmp_path / "package"
@@ -138,20 +103,6 @@ def test_it_ends_as_it_would(tmp_path: Path) -> None:
         assert script.with_suffix(".err").read_text() == err
 
 
-def by_the_page(launcher: str, scratch: Path, *own: str) -> list[str | Path]:
-    """The page's command that begins with ``launcher``, as a command of this Python.
-
-    Args:
-        launcher: The first word.
-        scratch: What stands for ``/nvme``.
-        own: More options for the launcher.
-    """
-    (block,) = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    (line,) = [line for line in block.splitlines() if line.startswith(launcher + " ")]
-    places = {"/nvme": scratch, "train.py": SCRIPT, "8": "2", "1e-4": "0.1"}
-    return [*own, *(places.get(word, word) for word in line.split()[1:])]
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The gradients of the script under Python alone."""
@@ -169,18 +120,6 @@ def test_an_unchanged_script_trains(shared_daemon: Daemon, tmp_path: Path, plain
     assert equal(plain, tmp_path / "ours0")
     assert summary_of(err) == [str(LAYERS * STEPS)]
     assert "(2.0 MiB arena)" in err
-
-
-def test_under_accelerate_launch(shared_daemon: Daemon, tmp_path: Path, plain: Path) -> None:
-    """Else the runner could not take the script's place there; silenced, it must not be heard."""
-    one = "--cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no"
-    launch = ["-m", "accelerate.commands.accelerate_cli"]
-    command = by_the_page("accelerate", tmp_path, *launch)
-    command[3:3] = [*one.split(), "--num_cpu_threads_per_process=1"]
-    environment = {"DISCOD_SOCKET_DIR": str(shared_daemon.socket_dir), "DISCOD_ARENA": "2MiB"}
-    err = run(*command, "--out", tmp_path / "ours", DISCOD_SUMMARY="0", **environment)
-    assert equal(plain, tmp_path / "ours0")
-    assert "discod" not in err
 
 
 def test_everything_that_autograd_saves(shared_daemon: Daemon, tmp_path: Path, plain: Path) -> None:
