@@ -6,6 +6,7 @@ those that are imported when this module is, else to the one that is installed.
 
 import importlib
 import importlib.util
+import os
 import sys
 from typing import Any, Literal
 
@@ -54,6 +55,8 @@ class DiscodCallback(*_callback_classes()):  # type: ignore[misc]  # whichever t
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Enable, unless the script has done so for itself."""
+        # Lightning's own launchers leave it out, and each rank would take the whole node's RAM.
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(trainer.num_devices))
         patch = torch_patch if self._saved == "inputs" else _of_training_step(trainer, pl_module)
         if not patch.enabled:
             patch.enable()

@@ -16,6 +16,7 @@ import peft
 import pytest
 import torch
 import transformers
+import trl  # noqa: F401  # Axolotl's modules import it
 import yaml
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper

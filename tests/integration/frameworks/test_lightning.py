@@ -7,6 +7,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch
@@ -39,7 +40,9 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def unpatched() -> Iterator[None]:
+def unpatched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # which the callback sets, to be undone
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     yield
     assert not torch_patch.patch.enabled, "a test left the patch on"
     gc.collect()
@@ -225,6 +228,23 @@ def test_layers_wrapped_by_the_fsdp_strategy(attached: None) -> None:
     torch_patch.disable()
     assert all(map(torch.equal, *gradients))
     assert disco_client.stats().saved_blobs == 2 * LAYERS
+
+
+def test_ranks_of_lightnings_own_launcher_share_the_ram(
+    start_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first rank would take all of the daemon's RAM, and the others would have none."""
+    daemon = start_daemon("--ram", "64MiB")
+    monkeypatch.setenv("DISCOD_SOCKET_DIR", str(daemon.socket_dir))
+    monkeypatch.delenv("DISCOD_ARENA", raising=False)
+    callback, trainer = DiscodCallback(), SimpleNamespace(num_devices=2)
+    callback.on_fit_start(trainer, None)
+    try:
+        with disco_client.offload():  # attaches
+            assert disco_client.stats().arena_bytes == 32 << 20
+    finally:
+        callback.on_fit_end(trainer, None)
+        disco_client.close()
 
 
 def test_the_class_is_of_the_tree_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
