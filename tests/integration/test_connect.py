@@ -341,7 +341,8 @@ def test_started_daemons_leave_no_fd_and_no_zombie(short_dir: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("DISCOD_ARENA", "abc"), ("LOCAL_WORLD_SIZE", "many")]
+    ("variable", "value"),
+    [("DISCOD_ARENA", "abc"), ("DISCOD_MIN_BYTES", "few"), ("LOCAL_WORLD_SIZE", "many")],
 )
 def test_a_malformed_variable_is_named(
     daemon: Any, monkeypatch: pytest.MonkeyPatch, variable: str, value: str

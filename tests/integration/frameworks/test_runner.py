@@ -114,7 +114,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_unchanged_script_trains(shared_daemon: Daemon, tmp_path: Path, plain: Path) -> None:
     """Else the shortest way in would give other gradients, offload nothing, or take options."""
     command = by_the_page("python", tmp_path)
-    command[2:2] = ["--arena", "2MiB", "--min-bytes", "1MiB"]
+    command[2:2] = ["--arena", "2MiB"]
     args = ["--out", tmp_path / "ours", "--scratch", "mine", "--arena", "none"]
     err = run(*command, *args, DISCOD_SOCKET_DIR=str(shared_daemon.socket_dir))
     assert equal(plain, tmp_path / "ours0")
@@ -132,11 +132,13 @@ def test_everything_that_autograd_saves(shared_daemon: Daemon, tmp_path: Path, p
     assert int(blobs) >= STEPS * LAYERS * 2
 
 
-def test_a_run_that_offloads_nothing_says_so(tmp_path: Path) -> None:
-    """Else one would believe in an offload that never was; and no daemon is needed for none."""
-    err = run(*RUNNER, SCRIPT, "--no-recompute", "--out", tmp_path / "ours")
+def test_a_run_that_offloads_nothing_says_so(shared_daemon: Daemon, tmp_path: Path) -> None:
+    """Else one would believe in an offload that never was; --min-bytes must reach the client."""
+    environment = {"DISCOD_SOCKET_DIR": str(shared_daemon.socket_dir), "DISCOD_ARENA": "2MiB"}
+    options = ["--min-bytes", "2MiB"]
+    err = run(*RUNNER, *options, SCRIPT, "--out", tmp_path / "ours", **environment)
     assert err.count("nothing was offloaded") == 1
-    assert "no checkpointed call reached discod" in err
+    assert "1.0 MiB, and min_bytes is 2.0 MiB" in err
     assert summary_of(err) == []
 
 
