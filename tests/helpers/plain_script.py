@@ -6,7 +6,7 @@ Writes the gradients of two steps to FILE, with the rank after its name. ``--scr
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def train(
     return gradients
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and write the gradients."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--scratch", default="")
     parser.add_argument("--arena", default="")
     parser.add_argument("--no-recompute", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model: nn.Module = Model(not options.no_recompute)

@@ -8,12 +8,19 @@ from pathlib import Path
 
 import torch
 
+from tests.helpers import plain_script
 from tests.helpers.jobs import ROOT
 from tests.helpers.pages import DOCS
 
 SCRIPT = ROOT / "tests" / "helpers" / "plain_script.py"
 PAGE = (DOCS / "frameworks" / "script.md").read_text()
 RUNNER = ("-m", "disco_client")
+
+
+def plain_gradients(path: Path) -> Path:
+    """The gradients of the script, by this process and without discod: the file with them."""
+    plain_script.main(["--out", str(path)])
+    return path.with_name(f"{path.name}0")
 
 
 def start(*command: str | Path, **environment: str) -> subprocess.Popen[str]:

@@ -23,6 +23,7 @@ from tests.helpers.scripts import (
     by_the_page,
     ended,
     equal,
+    plain_gradients,
     run,
     start,
     summary_of,
@@ -54,6 +55,7 @@ FORK_EACH = """\
 import os, sys
 from pathlib import Path
 import disco_client.__main__
+children = {}
 for script in map(Path, sys.argv[1:]):
     child = os.fork()
     if not child:
@@ -61,9 +63,10 @@ for script in map(Path, sys.argv[1:]):
             os.dup2(os.open(script.with_suffix(suffix), os.O_WRONLY | os.O_CREAT), number)
         sys.argv = ["disco_client", str(script)]
         break
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    script.with_suffix(".code").write_text(str(code))
+    children[child] = script.with_suffix(".code")
 else:
+    for child, file in children.items():
+        file.write_text(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
     sys.exit()
 disco_client.__main__.main()
 """
@@ -105,10 +108,8 @@ def test_it_ends_as_it_would(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The gradients of the script under Python alone."""
-    path = tmp_path_factory.mktemp("plain") / "plain"
-    run(SCRIPT, "--out", path)
-    return path.with_name("plain0")
+    """The gradients of the script without discod."""
+    return plain_gradients(tmp_path_factory.mktemp("plain") / "plain")
 
 
 def test_an_unchanged_script_trains(shared_daemon: Daemon, tmp_path: Path, plain: Path) -> None:
