@@ -16,6 +16,7 @@ from disco_client.arena import HUGE_PAGE_BYTES, Arena
 from disco_client.errors import DaemonNotRunning, DiscodError, UsageError
 from disco_client.greeting import Greeting
 from disco_client.hooks import Packer
+from disco_client.job import local_ranks
 from disco_client.launch import SETTLE_SECONDS, Launcher
 from disco_client.link import Link
 from disco_client.session import Session
@@ -26,6 +27,9 @@ from discod.wire.sizes import format_size, parse_size
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02
+
+DEFAULT_MIN_BYTES = 1 << 20
+"""Smaller tensors are many and cost a request each, but little memory."""
 
 ScratchDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -48,7 +52,7 @@ def connect(
     *,
     scratch: ScratchDirs | None = None,
     arena: int | str | None = None,
-    min_bytes: int | str = "1MiB",
+    min_bytes: int | str | None = None,
     reconnect_timeout: float = 60.0,
     reply_timeout: float = 60.0,
     start_timeout: float = 10.0,
@@ -64,8 +68,9 @@ def connect(
             whichever rank comes first; it ends some seconds after its last client. Default
             ``DISCOD_SCRATCH`` (several separated by ``:``), else none is started.
         arena: This process's RAM tier, in bytes or as ``"8GiB"``. Default ``DISCOD_ARENA``, else
-            the daemon's ``--ram`` divided by ``LOCAL_WORLD_SIZE``, or what is left of it.
-        min_bytes: ``checkpoint()`` and ``Disco`` leave smaller tensors in memory.
+            the daemon's ``--ram`` divided by the job's processes on this node, as torchrun, MPI or
+            Slurm give their number, or what is left of it.
+        min_bytes: Smaller tensors stay in memory. Default ``DISCOD_MIN_BYTES``, else 1 MiB.
         reconnect_timeout: Seconds that a call may wait for a daemon that went away.
         reply_timeout: Seconds that a call may wait for a daemon that is there but does not answer.
         start_timeout: Seconds that a daemon started here may take to be ready.
@@ -84,10 +89,8 @@ def connect(
     ):
         if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
             raise ValueError(f"{name}={seconds!r} must be a number of seconds, 0 or more")
-    if arena is None and os.environ.get("DISCOD_ARENA"):
-        arena_bytes: int | None = _size("DISCOD_ARENA", os.environ["DISCOD_ARENA"])
-    else:
-        arena_bytes = None if arena is None else _size("arena", arena)
+    arena_bytes = _setting("arena", arena)
+    min_bytes = _setting("min_bytes", min_bytes) or DEFAULT_MIN_BYTES
     with _lock:
         if _connection is not None:
             raise UsageError(
@@ -98,7 +101,7 @@ def connect(
             _socket_dir(socket_dir),
             _scratch_dirs(scratch),
             arena_bytes,
-            _size("min_bytes", min_bytes),
+            min_bytes,
             reconnect_timeout=reconnect_timeout,
             reply_timeout=reply_timeout,
             start_timeout=start_timeout,
@@ -203,6 +206,14 @@ def _greet(socket_dir: Path, launcher: Launcher | None, start_timeout: float) ->
                 raise launcher.error(socket_dir) from None
 
 
+def _setting(name: str, given: int | str | None) -> int | None:
+    """A size that was given, else the one in the environment, else None."""
+    if given is not None:
+        return _size(name, given)
+    variable = f"DISCOD_{name}".upper()
+    return _size(variable, os.environ[variable]) if os.environ.get(variable) else None
+
+
 def _size(name: str, text: int | str) -> int:
     try:
         return parse_size(text)
@@ -211,7 +222,7 @@ def _size(name: str, text: int | str) -> int:
 
 
 def _default_arena(greeting: Greeting) -> int:
-    ranks = _size("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE") or "1")
+    ranks = local_ranks()
     welcome = greeting.welcome
     share = min(welcome.ram_bytes // ranks, welcome.ram_free_bytes)
     return max(HUGE_PAGE_BYTES, share // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)

@@ -58,7 +58,7 @@ class Packer:
         def pack(tensor: torch.Tensor) -> Packed:
             return Kept(tensor) if rests() else self._pack(tensor, group, least)
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def offloads(self, value: object) -> bool:
         """Whether a saved ``value`` would go to the session, in whole or in part."""
@@ -93,13 +93,14 @@ class Packer:
         return Offloaded(stored, spec)
 
     def _wanted(self, tensor: torch.Tensor, min_bytes: int) -> bool:
-        nbytes = tensor.numel() * tensor.element_size()
-        if nbytes < min_bytes:
-            tally.largest_small_bytes = max(tally.largest_small_bytes, nbytes)
-            return False
         owner = tensor if tensor._base is None else tensor._base
         if isinstance(owner, torch.nn.Parameter) or (owner.is_leaf and owner.requires_grad):
             return False  # alive anyway: the graph holds it for its gradient
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes < min_bytes:
+            if nbytes > tally.largest_small_bytes:
+                tally.largest_small_bytes, tally.its_min_bytes = nbytes, min_bytes
+            return False
         if _has_bytes(tensor, min_bytes):
             attributes = tensor.is_leaf and tensor.__dict__  # which autograd keeps for leaves
             return not attributes and not is_buffer(tensor)
@@ -142,7 +143,8 @@ def _warn_unsupported(tensor: torch.Tensor) -> None:
         )
 
 
-def _unpack(packed: Packed) -> torch.Tensor:
+def unpack(packed: Packed) -> torch.Tensor:
+    """The hook that gives a saved tensor back."""
     return packed.load()
 
 

@@ -12,6 +12,8 @@ from disco_client import connection
 from disco_client.buffers import remember
 from disco_client.compiling import runs_eagerly
 from disco_client.errors import UnsupportedCall
+from disco_client.hooks import unpack
+from disco_client.packed import Kept
 from disco_client.residency import Group
 from disco_client.tally import tally
 from discod.wire.sizes import parse_size
@@ -116,7 +118,23 @@ class _Entry:
         self.hooks = connection.current().packer.hooks(_group, min_bytes, self._rests)
 
     def _rests(self) -> bool:
-        return self.over or torch._C._current_graph_task_id() != -1
+        return self.over or _in_backward()
+
+
+def saved_everywhere() -> torch.autograd.graph.saved_tensors_hooks:
+    """As ``offload()``, for a whole program: it attaches at the first save, not when it begins."""
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if _in_backward():
+            return Kept(tensor)
+        tally.calls += 1
+        return connection.current().packer.hooks(_group).pack_hook(tensor)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 class _Stack(threading.local):

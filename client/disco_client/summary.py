@@ -6,6 +6,7 @@ Off until a patch is enabled, or ``DISCOD_SUMMARY=1``; ``DISCOD_SUMMARY=0`` sile
 import os
 import sys
 
+from disco_client.job import local_rank, local_ranks
 from disco_client.stats import Stats
 from discod.wire.sizes import format_size
 
@@ -21,13 +22,13 @@ def show_at_end() -> None:
 def finish(stats: Stats) -> None:
     """Print the line for ``stats``, if it is wanted and there is something to say."""
     wanted = os.environ.get("DISCOD_SUMMARY", "1" if _shown else "0") not in ("", "0")
-    if wanted and stats.saved_blobs and os.environ.get("LOCAL_RANK", "0") == "0":
+    if wanted and stats.saved_blobs and local_rank() == 0:
         print(line(stats), file=sys.stderr, flush=True)
 
 
 def line(stats: Stats) -> str:
     """``stats`` in one line."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or "1")
+    ranks = local_ranks()
     who = "discod" if ranks == 1 else f"discod (rank 0 of {ranks} here)"
     waited = stats.save_wait_seconds + stats.load_wait_seconds
     return (

@@ -11,12 +11,14 @@ class Tally:
         calls: Checkpointed calls, and ``offload()`` blocks, that ran with gradients.
         offloaded: Saves that went to the session, shared ones included.
         largest_small_bytes: The largest tensor that stayed in memory for its size.
+        its_min_bytes: What it would have had to reach.
         unsupported: Names of tensor types that stayed in memory.
     """
 
     calls: int = 0
     offloaded: int = 0
     largest_small_bytes: int = 0
+    its_min_bytes: int = 0
     unsupported: set[str] = field(default_factory=set)
 
 

@@ -83,12 +83,18 @@ def test_attached_at_first_use_from_the_environment(
     wait_until(lambda: daemon.status()["clients"] == [], 5)
 
 
+@pytest.mark.parametrize(
+    "variable", ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"]
+)
 def test_default_arena_is_the_ranks_share(
-    start_daemon: Callable[..., Any], short_dir: Path, monkeypatch: pytest.MonkeyPatch
+    start_daemon: Callable[..., Any],
+    short_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
 ) -> None:
     """All ranks of a node together get what the daemon has to give, and no rank more."""
     daemon = start_daemon("--ram", "64MiB", scratch=short_dir)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv(variable, "4")
     disco_client.connect(daemon.socket_dir)
     try:
         assert disco_client.stats().arena_bytes == 16 << 20
@@ -341,7 +347,8 @@ def test_started_daemons_leave_no_fd_and_no_zombie(short_dir: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("DISCOD_ARENA", "abc"), ("LOCAL_WORLD_SIZE", "many")]
+    ("variable", "value"),
+    [("DISCOD_ARENA", "abc"), ("DISCOD_MIN_BYTES", "few"), ("LOCAL_WORLD_SIZE", "many")],
 )
 def test_a_malformed_variable_is_named(
     daemon: Any, monkeypatch: pytest.MonkeyPatch, variable: str, value: str

@@ -22,7 +22,13 @@ DOCUMENTS = sorted(
     for directory in (".", "docs", "docs/frameworks", "systemd", "docker")
     for path in (ROOT / directory).glob("*.md")
 )
-CLIENT_ENVIRONMENT = {"DISCOD_SOCKET_DIR", "DISCOD_SCRATCH", "DISCOD_ARENA", "DISCOD_SUMMARY"}
+CLIENT_ENVIRONMENT = {
+    "DISCOD_SOCKET_DIR",
+    "DISCOD_SCRATCH",
+    "DISCOD_ARENA",
+    "DISCOD_MIN_BYTES",
+    "DISCOD_SUMMARY",
+}
 PROGRAMS = {"pip", "python", "torchrun"}
 """Of others: that they exist is not ours to test."""
 

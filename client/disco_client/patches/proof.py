@@ -3,10 +3,9 @@
 import logging
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from disco_client import connection
 from disco_client.tally import tally
 from discod.wire.sizes import format_size
 
@@ -14,9 +13,10 @@ _log = logging.getLogger(__name__)
 
 
 class Proof:
-    """Looks, when an optimizer first steps, whether anything was offloaded since :meth:`begin`.
+    """Looks, after an optimizer's first step, whether anything was offloaded since :meth:`begin`.
 
-    An optimizer's step is what every framework does after its first backward.
+    An optimizer's step is what every framework does after its first backward, or around it: with a
+    closure, as Lightning calls it, forward and backward run inside of the step.
 
     Args:
         name: The patch, for the warning.
@@ -27,7 +27,7 @@ class Proof:
         self._name = name
         self._usual_remedy = self._remedy = remedy
         self._handle: RemovableHandle | None = None
-        self._looked = False
+        self._waiting = False
         self._calls = 0
         self._offloaded = 0
 
@@ -35,21 +35,22 @@ class Proof:
         """Count from here, and name ``remedy`` this time."""
         self.end()
         self._remedy = remedy or self._usual_remedy
-        self._looked = False
         self._calls, self._offloaded = tally.calls, tally.offloaded
-        self._handle = register_optimizer_step_pre_hook(self._look)
+        self._waiting = True
+        self._handle = register_optimizer_step_post_hook(self._look)
 
     def end(self) -> None:
         """Do not look any more."""
+        self._waiting = False
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def check(self) -> None:
         """Warn, once, if nothing was offloaded; for frameworks that tell when backward is over."""
-        if self._handle is None or self._looked:
+        if not self._waiting:
             return
-        self._looked = True  # and the hook stays: torch is iterating over all of them
+        self._waiting = False  # the handle stays: torch is iterating over the hooks
         if tally.offloaded == self._offloaded:
             _log.warning(
                 "the %s patch of discod is enabled, but nothing was offloaded by the end of the "
@@ -66,11 +67,10 @@ class Proof:
             return f"no checkpointed call reached discod. {self._remedy}"
         reasons = []
         if tally.largest_small_bytes:
-            least = connection.current().packer.min_bytes
             reasons.append(
                 f"the largest tensor that was to be saved has "
                 f"{format_size(tally.largest_small_bytes)}, and min_bytes is "
-                f"{format_size(least)} (connect(min_bytes=))"
+                f"{format_size(tally.its_min_bytes)}"
             )
         if tally.unsupported:
             kinds = ", ".join(sorted(tally.unsupported))

@@ -12,7 +12,7 @@ class Replacement(NamedTuple):
     """One attribute to replace.
 
     Attributes:
-        owner: The module or class that has it.
+        owner: The module, class or object that has it.
         name: The attribute.
         make: Gives the new value from the original one.
     """
@@ -73,7 +73,7 @@ class Patch:
         summary.show_at_end()
 
     def check(self) -> None:
-        """Warn, once, if nothing was offloaded; for frameworks that tell when backward is over."""
+        """The first backward is over: warn if nothing was offloaded, unless that was looked at."""
         self._proof.check()
 
     def disable(self) -> None:
@@ -110,6 +110,7 @@ _INHERITED = object()
 
 
 def _path(owner: Any) -> str:
-    module = getattr(owner, "__module__", None)
-    name: str = getattr(owner, "__qualname__", None) or owner.__name__
+    named = owner if hasattr(owner, "__name__") else type(owner)
+    module = getattr(named, "__module__", None)
+    name: str = getattr(named, "__qualname__", None) or named.__name__
     return f"{module}.{name}" if module else name
