@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Tally:
-    """Counted since the process began; nothing is ever reset.
+    """Counts since the process began; the reasons are since :meth:`forget_reasons`.
 
     Attributes:
         calls: Checkpointed calls, and ``offload()`` blocks, that ran with gradients.
@@ -20,6 +20,11 @@ class Tally:
     largest_small_bytes: int = 0
     its_min_bytes: int = 0
     unsupported: set[str] = field(default_factory=set)
+
+    def forget_reasons(self) -> None:
+        """Look for them anew, since a patch was just enabled."""
+        self.largest_small_bytes = self.its_min_bytes = 0
+        self.unsupported.clear()
 
 
 tally = Tally()

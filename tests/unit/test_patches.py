@@ -1,7 +1,6 @@
 """Patches: exact restoration, a proof that something was moved, and the line at the end."""
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,27 +117,22 @@ def test_proof_is_silent_when_something_was_moved(caplog: pytest.LogCaptureFixtu
     assert caplog.records == []
 
 
-def test_proof_names_sizes_and_kinds(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proof_names_sizes_and_kinds(caplog: pytest.LogCaptureFixture) -> None:
     """Calls came, but everything was too small or of a kind that cannot be moved."""
-    from disco_client import connection
-    from disco_client.patches import proof as module
-
-    monkeypatch.setattr(
-        connection, "current", lambda: SimpleNamespace(packer=SimpleNamespace(min_bytes=2**20))
-    )
-    fresh = type(tally)(calls=5)
-    monkeypatch.setattr(module, "tally", fresh)
+    tally.largest_small_bytes = 2**40  # of something before this patch
     proof = Proof("test", "")
     proof.begin()
-    fresh.calls += 1
-    fresh.largest_small_bytes = 4096
-    fresh.unsupported.add("Float9Tensor")
+    tally.calls += 1
+    tally.largest_small_bytes, tally.its_min_bytes = 4096, 2**20
+    tally.unsupported.add("Float9Tensor")
     proof.check()
     (record,) = caplog.records
     for part in ("4.0 KiB", "min_bytes is 1.0 MiB", "Float9Tensor"):
         assert part in record.message
+    proof.begin()
+    tally.calls += 1
+    proof.check()
+    assert "in memory anyway" in caplog.records[-1].message
 
 
 def test_summary_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

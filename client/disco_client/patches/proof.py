@@ -36,6 +36,7 @@ class Proof:
         self.end()
         self._remedy = remedy or self._usual_remedy
         self._calls, self._offloaded = tally.calls, tally.offloaded
+        tally.forget_reasons()
         self._waiting = True
         self._handle = register_optimizer_step_post_hook(self._look)
 
@@ -75,4 +76,6 @@ class Proof:
         if tally.unsupported:
             kinds = ", ".join(sorted(tally.unsupported))
             reasons.append(f"tensors of type {kinds} cannot be kept as bytes")
-        return "; ".join(reasons) or "all that was saved are parameters and buffers"
+        return "; ".join(reasons) or (
+            "all that was saved is in memory anyway: parameters, buffers, leaves with a gradient"
+        )

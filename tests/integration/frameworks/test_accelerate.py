@@ -189,7 +189,7 @@ def test_small_tensors_are_the_reason_given(
     disco_client.connect(shared_daemon.socket_dir, arena="2MiB", min_bytes="16MiB")
     accelerate_patch.enable()
     layer = offload_wrapper(checkpoint_wrapper(nn.Linear(1024, 1024)))
-    layer(torch.randn(1, 1024, requires_grad=True)).sum().backward()
+    layer(torch.randn(1, 1024, requires_grad=True) * 1.0).sum().backward()
     disco_client.close()  # looking for the reason attaches to nothing
     torch.optim.SGD(layer.parameters()).step()
     (record,) = caplog.records

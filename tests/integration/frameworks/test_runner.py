@@ -233,7 +233,7 @@ def test_the_page_on_pytorch(attach_to: Callable[..., None], shared_daemon: Daem
             model=lambda batch: reached(batch).sum(),
             batch=torch.randn(1024, 256),
             layer=layer,
-            hidden=torch.randn(1024, 256, requires_grad=True),
+            hidden=torch.randn(1024, 256, requires_grad=True) * 1.0,
             head=lambda hidden: head(hidden).sum(),
         )
     finally:
