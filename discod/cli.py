@@ -25,6 +25,14 @@ def _size(context: click.Context, option: click.Parameter, value: str | None) ->
         raise click.BadParameter(str(error), context, option) from error
 
 
+def _directories(
+    context: click.Context, option: click.Parameter, value: tuple[str, ...]
+) -> tuple[Path, ...]:
+    if "" in value:  # a variable that is not set in somebody's script; Path would read "here"
+        raise click.BadParameter("an empty name is no directory", context, option)
+    return tuple(Path(text) for text in value)
+
+
 _socket_dir = click.option(
     "--socket-dir",
     type=click.Path(path_type=Path),
@@ -37,7 +45,8 @@ _socket_dir = click.option(
 @click.group(invoke_without_command=True)
 @click.option(
     "--scratch",
-    type=click.Path(path_type=Path),
+    type=click.Path(),
+    callback=_directories,
     multiple=True,
     envvar="DISCOD_SCRATCH",
     help="Directory on NVMe to keep activations in; give it once per device to stripe over. "

@@ -1,6 +1,7 @@
 """What the daemon was told to do, and the defaults that depend on the machine."""
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ DISK_SHARE = 0.9
 
 DEFAULT_THREADS = 4
 DEFAULT_CHUNK_BYTES = 8 << 20
+MAX_THREADS = 256
+"""Far beyond what any device takes; more is a slip of the pen, and would not start."""
+
 MAX_CHUNK_BYTES = 1 << 30
 """One system call transfers less than 2 GiB (read(2)); half of that stays clear of it."""
 
@@ -60,10 +64,10 @@ class Config:
         twice = [path for path in real if real.count(path) > 1]
         if twice:
             raise BadOption(f"{twice[0]} is given twice: --scratch and --socket-dir must differ")
-        if self.threads < 2:
+        if not 2 <= self.threads <= MAX_THREADS:
             raise BadOption(
                 f"--threads {self.threads}: there must be at least 2, so that a read never waits "
-                "for a write"
+                f"for a write, and at most {MAX_THREADS}"
             )
         if self.chunk_bytes % PAGE_BYTES or not 0 < self.chunk_bytes <= MAX_CHUNK_BYTES:
             raise BadOption(
@@ -73,8 +77,10 @@ class Config:
         for name, size in (("--ram", self.ram_bytes), ("--disk", self.disk_bytes)):
             if size is not None and size < PAGE_BYTES:
                 raise BadOption(f"{name} {size}: it must be at least {PAGE_BYTES} bytes")
-        if self.exit_idle_seconds < 0:
-            raise BadOption(f"--exit-idle {self.exit_idle_seconds}: it must not be negative")
+        if not 0 <= self.exit_idle_seconds < math.inf:
+            raise BadOption(
+                f"--exit-idle {self.exit_idle_seconds}: it must be a number of seconds, 0 or more"
+            )
 
 
 def default_ram_bytes(root: Path = Path("/")) -> int:

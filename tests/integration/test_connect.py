@@ -160,6 +160,13 @@ def test_ranks_start_one_daemon_between_them(short_dir: Path, tmp_path: Path) ->
     assert os.listdir(tmp_path) == []
 
 
+@pytest.fixture
+def short_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that is started here ends soon after its last client."""
+    monkeypatch.setattr(launch, "EXIT_IDLE_SECONDS", 0.5)
+
+
+@pytest.mark.usefixtures("short_idle")
 def test_the_started_daemon_is_restarted_when_killed(short_dir: Path, tmp_path: Path) -> None:
     """A client that started its daemon starts the next one, and resumes on it."""
     disco_client.connect(short_dir, scratch=tmp_path, arena="2MiB")
@@ -332,6 +339,7 @@ def test_a_tight_arena_waits_for_other_threads(attach: Attach) -> None:
     assert failures == []
 
 
+@pytest.mark.usefixtures("short_idle")
 def test_started_daemons_leave_no_fd_and_no_zombie(short_dir: Path, tmp_path: Path) -> None:
     """A process that attaches again and again must not collect them."""
     counts = []

@@ -168,6 +168,7 @@ class TestOptions:
             ([], "--scratch"),
             (["--scratch", "/", "--ram", "lots"], "'lots' is no size"),
             (["--scratch", "/", "--threads", "1"], "at least 2"),
+            (["--scratch", ""], "an empty name is no directory"),
             (["--scratch", "/", "--chunk", "5000"], "multiple of 4096"),
             (["--scratch", "/", "--checksum", "some"], "sampled"),
         ],

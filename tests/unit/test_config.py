@@ -22,10 +22,13 @@ GIB = 1 << 30
     [
         ({"scratch": ()}, "--scratch"),
         ({"threads": 1}, "--threads 1"),
+        ({"threads": 100_000}, "at most 256"),
         ({"chunk_bytes": 4097}, "--chunk 4097"),
         ({"chunk_bytes": 0}, "--chunk 0"),
         ({"chunk_bytes": GIB + 4096}, "--chunk"),
         ({"exit_idle_seconds": -1.0}, "--exit-idle"),
+        ({"exit_idle_seconds": float("nan")}, "--exit-idle nan"),
+        ({"exit_idle_seconds": float("inf")}, "--exit-idle inf"),
         ({"ram_bytes": 4095}, "--ram"),
         ({"disk_bytes": 1}, "--disk"),
     ],
