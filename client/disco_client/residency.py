@@ -5,7 +5,8 @@ write and read through :meth:`Residency.write_done` and :meth:`Residency.read_do
 No threads, no clock.
 
 ``blobs.py`` has the states, ``holdings.py`` makes the moves and keeps the accounts, ``extents.py``
-finds the bytes, ``plan.py`` knows what is needed when, ``room.py`` makes room, ``reader.py`` reads.
+finds the bytes, ``plan.py`` knows what is needed when, ``room.py`` makes room, ``reader.py`` reads,
+``loans.py`` lends.
 
 *Why nothing is overwritten too early.* Blobs on loan are never moved or written. A slot or extent
 is free only when nothing in flight touches it any more, whatever became of its blob
@@ -14,7 +15,6 @@ is free only when nothing in flight touches it any more, whatever became of its 
 
 from disco_client.blobs import Blob, Group, Io, Members, State
 from disco_client.errors import (
-    BlobModified,
     BlobTooLarge,
     HandleReleased,
     ScratchError,
@@ -30,6 +30,7 @@ from disco_client.instructions import (
     StartWrite,
     WriteFailure,
 )
+from disco_client.loans import Loans
 from disco_client.plan import Order
 from disco_client.reader import Reader
 from disco_client.room import Room
@@ -81,6 +82,7 @@ class Residency:
         self._cycle_start = Counters()
         self._order = Order(capacity_bytes)
         self._held = Holdings(capacity_bytes, files, self._order)
+        self._loans = Loans(self._held)
         self._room = Room(self._held)
         self._reader = Reader(self._held, self._room, self._order)
         self._next_id = 0
@@ -195,7 +197,7 @@ class Residency:
             Exception: What the failed read was reported with; a further load reads again.
         """
         record = self._live(blob)
-        self._check_unmodified(record)
+        self._loans.check_unmodified(record)
         self._turned = True
         if not record.asked:
             record.asked = True
@@ -212,11 +214,8 @@ class Residency:
         if record.prefetched:
             self.prefetch_hits += not waited
             self._held.set_prefetched(record, False)
-        if record.pins == 0:
-            record.clean_loan = record.state is State.CLEAN
-        record.pins += 1
         record.used = True
-        self._held.settle(record)
+        self._loans.begin(record)
         return True, self._advance()
 
     def lend_resident(self, blob: int) -> bool:
@@ -226,15 +225,10 @@ class Residency:
             HandleReleased: No such blob, or it is freed.
         """
         record = self._live(blob)
-        if record.state not in (State.DIRTY, State.WRITING, State.CLEAN):
-            return False
-        if record.lost or record.stale:
-            return False
-        if record.pins == 0:
-            record.clean_loan = record.state is State.CLEAN
-        record.pins += 1
-        self._held.settle(record)
-        return True
+        possible = self._loans.is_possible(record)
+        if possible:
+            self._loans.begin(record)
+        return possible
 
     def unpin(self, blob: int, modified: bool = False) -> list[Instruction]:
         """A loan ended; works on freed blobs too.
@@ -251,18 +245,7 @@ class Residency:
         record = self._held.blobs.get(blob)
         if record is None or record.pins == 0:
             raise ValueError(f"blob {blob} has no loan that could end")
-        record.pins -= 1
-        if record.state is State.FREED:
-            if record.pins == 0 and record.io is not None:
-                self._held.set_leaving(record, True)
-            self._held.release(record)
-        else:
-            if modified and record.clean_loan:
-                record.stale = True
-            elif modified:
-                record.lost = True
-            if record.pins == 0:
-                self._end_loans(record)
+        self._loans.end(record, modified)
         return self._advance()
 
     def prefetch(self, n: int | None) -> list[Instruction]:
@@ -428,32 +411,11 @@ class Residency:
         self._held.completed(record)
         return record
 
-    def _end_loans(self, blob: Blob) -> None:
-        """The last loan of a live blob ended: its copies go that a borrower has spoilt."""
-        if blob.lost and blob.io is None:
-            self._held.lose(blob)
-        elif blob.stale:
-            blob.stale = False
-            self._held.evict(blob)
-        else:
-            self._held.settle(blob)
-
     # Steps
 
     def _count_saved(self, blob: Blob) -> None:
         self.saved_blobs += 1
         self.saved_bytes += blob.size_bytes
-
-    def _check_unmodified(self, blob: Blob) -> None:
-        fact = f"a tensor of {format_size(blob.size_bytes)} loaded earlier was changed in place"
-        remedy = "do not write to loaded tensors, or clone() them first"
-        if blob.lost:
-            raise BlobModified(f"{fact}, and there was no other copy, so it is gone; {remedy}")
-        if blob.stale:
-            raise BlobModified(
-                f"{fact} and another of the same data is still alive, so it cannot be read again; "
-                f"drop it and load again; {remedy}"
-            )
 
     def _advance(self) -> list[Instruction]:
         """Go on after an event, waiting loads before prefetch; all instructions since the call."""

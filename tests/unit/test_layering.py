@@ -49,6 +49,7 @@ RULES = (
         (
             "disco_client.residency",
             "disco_client.holdings",
+            "disco_client.loans",
             "disco_client.room",
             "disco_client.reader",
             "disco_client.plan",
