@@ -8,6 +8,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from disco_client.hooks import Packer, recomputed_region
 from disco_client.inplace import InputGuard, refuse_stale, version_of
+from disco_client.tensors import is_supported
 
 
 class Prepared:
@@ -55,7 +56,7 @@ class Prepared:
     def _lay_out(self, value: Any, known: dict[int, int]) -> None:
         """Add ``value`` to the inputs. ``known``: where each tensor is among them, by its id."""
         leaves, spec = tree_flatten(value, is_leaf=_is_leaf)
-        goes = [self._packer.offloads(leaf) for leaf in leaves]
+        goes = [self._offloads(leaf) for leaf in leaves]
         if not any(goes) and not spec.is_leaf():
             leaves, spec, goes = [value], _LEAF, [False]
         if not spec.is_leaf():
@@ -73,6 +74,11 @@ class Prepared:
                 known[id(leaf)] = place
             places.append(place)
         self._places.append(places)
+
+    def _offloads(self, leaf: Any) -> bool:
+        """Not with attributes: the function may ask for them, and a load does not bring them."""
+        attributes = isinstance(leaf, torch.Tensor) and is_supported(leaf) and leaf.__dict__
+        return not attributes and self._packer.offloads(leaf)
 
     def _show_devices(self) -> None:
         """Let torch see the devices of what is passed by reference: it keeps their random state."""

@@ -324,6 +324,20 @@ def test_attributes_of_an_input(form: Form) -> None:
     compare(form, pattern)
 
 
+@pytest.mark.parametrize("form", NOT_REENTRANT, ids=str)
+def test_attributes_of_hidden_states(form: Form) -> None:
+    """torch hands the very object to the recomputation; without them it computes another thing."""
+
+    def pattern(apply: Apply) -> list[torch.Tensor | None]:
+        x = leaf()
+        hidden = x * 1.0
+        hidden.doubled = True  # type: ignore[attr-defined]
+        apply(lambda h: torch.sin(h * (2 if hasattr(h, "doubled") else 3)), hidden).sum().backward()
+        return [x.grad]
+
+    compare(form, pattern, saves=form is OFFLOAD)
+
+
 def test_device_of_a_loaded_tensor() -> None:
     """It goes back to where it came from, not to a GPU that may not be there."""
     manager = disco_client.DiskOffloadManager()
