@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from disco_client.residency import Group
 from disco_client.session import Session
 from disco_client.stored import StoredTensor
-from disco_client.tensors import Layout, TensorSpec, copy_in, describe
+from disco_client.tensors import Layout, TensorSpec, describe, digest
 
 
 class SharedTensor(StoredTensor):
@@ -51,7 +51,7 @@ class SharedTensor(StoredTensor):
             if stored is None:
                 return False
             self._digest = xxhash.xxh3_128_digest(stored)
-        return self._digest == _digest(tensor, spec)
+        return self._digest == digest(tensor, spec)
 
 
 class Sharing:
@@ -104,9 +104,3 @@ def _identity(tensor: torch.Tensor, spec: TensorSpec) -> tuple[Hashable, ...]:
     if spec.layout is Layout.SPAN:
         return storage, tensor._version, start, spec.nbytes
     return storage, tensor._version, start, spec.shape, spec.stride, tensor.element_size()
-
-
-def _digest(tensor: torch.Tensor, spec: TensorSpec) -> bytes:
-    memory = bytearray(spec.nbytes)
-    copy_in(tensor, spec, memoryview(memory))
-    return xxhash.xxh3_128_digest(memory)
