@@ -1,10 +1,10 @@
 """Saves of the very same bytes share one blob: masks, position embeddings, views of one storage.
 
 *What tells two saves apart.* The storage, its version, and which of its bytes: the geometry is
-each handle's own, so ``x``, ``x.view(...)`` and ``x.t()`` are one blob. A storage that belongs to
-a leaf may be filled anew through ``.data``, numpy or a loader, none of which counts as a new
-version; so a second save of a leaf is compared by content. What autograd made is changed in such
-ways by nobody who wants right gradients.
+each handle's own, so ``x``, ``x.view(...)`` and ``x.t()`` are one blob. Bytes may be changed
+without a new version: through ``.data``, numpy, a loader, or a kernel that does not tell autograd.
+So a second save is compared by content. Off the CPU, where that would cost as much as storing,
+what autograd made is taken to be unchanged, and anything else is stored again.
 """
 
 import weakref
@@ -40,12 +40,10 @@ class SharedTensor(StoredTensor):
     def holds(self, tensor: torch.Tensor, spec: TensorSpec, made: bool) -> bool:
         """Whether the bytes of ``tensor``, which has the same key, are still the stored ones.
 
-        False also where that cannot be told cheaply: off the CPU, or on disk at the first question.
+        False also where that cannot be told cheaply, as on disk at the first question.
         """
-        if made or self._made:
-            return True
         if tensor.device.type != "cpu":
-            return False
+            return made and self._made
         if self._digest is None:
             stored = self.peek()
             if stored is None:
