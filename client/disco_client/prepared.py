@@ -47,6 +47,7 @@ class Prepared:
         self._places: list[list[int]] = []
         self._containers: list[tuple[int, Any, list[Any]]] = []
         self._changed: dict[int, Any] = {}
+        self._held: dict[int, Any] = {}
         known: dict[int, int] = {}
         for value in (*args, *kwargs.values()):
             self._lay_out(value, known)
@@ -111,6 +112,7 @@ class Prepared:
             same = spec == self._specs[index] and all(map(_is, now, leaves))
             if not same:
                 self._changed[index] = container
+                self._held.update(zip(self._places[index], leaves, strict=True))
         del self._guard, self._containers, self.inputs
 
     def _put_back(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -119,7 +121,7 @@ class Prepared:
             if index in self._changed:
                 values.append(self._changed[index])
                 continue
-            leaves = [inputs[place] for place in places]
+            leaves = [self._held.get(place, inputs[place]) for place in places]
             leaves = [v.get() if isinstance(v, _Referenced) else v for v in leaves]
             values.append(tree_unflatten(leaves, spec))
         keywords = dict(zip(self._names, values[self._positional :], strict=True))

@@ -467,3 +467,21 @@ def test_one_tensor_given_twice_and_in_a_container(form: Form) -> None:
         return [x.grad]
 
     compare(form, pattern)
+
+
+@pytest.mark.parametrize("form", NOT_REENTRANT, ids=str)
+def test_one_tensor_given_beside_a_container_that_changes(form: Form) -> None:
+    """What comes back as it was given holds the original, so the other argument must be it too."""
+
+    def pattern(apply: Apply) -> list[torch.Tensor | None]:
+        x = leaf()
+        hidden = x * 1.0
+
+        def run(seen: list[Any], h: torch.Tensor) -> torch.Tensor:
+            seen.append(None)
+            return torch.sin(h * (2.0 if seen[0] is h else 3.0))
+
+        apply(run, [hidden], hidden).sum().backward()
+        return [x.grad]
+
+    compare(form, pattern)
