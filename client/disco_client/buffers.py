@@ -10,11 +10,13 @@ import weakref
 
 import torch
 from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.parameter import UninitializedBuffer
 
 _LEAST_BYTES = 4096
 """Smaller buffers are not worth knowing: batch norms have many."""
 
-_modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_modules: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
+"""By id: a module may define equality, or have no hash, at least not while it is being built."""
 
 
 def is_buffer(tensor: torch.Tensor) -> bool:
@@ -28,9 +30,10 @@ def is_buffer(tensor: torch.Tensor) -> bool:
     storage = owner.untyped_storage()._cdata
     return any(
         storage == buffer.untyped_storage()._cdata
-        for module in list(_modules)
-        for buffer in module._buffers.values()
-        if buffer is not None and type(buffer) is torch.Tensor and buffer.layout is torch.strided
+        for reference in _modules.valuerefs()  # a list: other threads may be building modules
+        if (module := reference()) is not None
+        for buffer in list(module._buffers.values())
+        if type(buffer) is torch.Tensor and buffer.layout is torch.strided
     )
 
 
@@ -42,8 +45,11 @@ def remember(model: torch.nn.Module) -> None:
 
 
 def _note(module: torch.nn.Module, name: str, buffer: torch.Tensor | None) -> None:
-    if buffer is not None and buffer.numel() * buffer.element_size() >= _LEAST_BYTES:
-        _modules.add(module)
+    if buffer is None or torch.compiler.is_compiling():  # by a module that was noted when made
+        return
+    lazy = isinstance(buffer, UninitializedBuffer)  # has no size yet, and errors when asked
+    if lazy or buffer.numel() * buffer.element_size() >= _LEAST_BYTES:
+        _modules[id(module)] = module
 
 
 register_module_buffer_registration_hook(_note)

@@ -165,6 +165,7 @@ class _Call:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
+        self.__qualname__ = name_of(function)
         self._ran = False
         self.returned_list = False
 

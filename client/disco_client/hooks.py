@@ -17,7 +17,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from disco_client.buffers import is_buffer
-from disco_client.packed import Constant, Kept, Offloaded, Packed, Recast, Wrapped, parameter_behind
+from disco_client.packed import Constant, Kept, Offloaded, Packed, Recast, Wrapped
 from disco_client.residency import Group
 from disco_client.session import Session
 from disco_client.sharing import Sharing
@@ -67,9 +67,9 @@ class Packer:
     def _pack(self, tensor: torch.Tensor, group: Group, min_bytes: int) -> Packed:
         if not self._wanted(tensor, min_bytes):
             return Kept(tensor)
-        parameter = parameter_behind(tensor)
-        if parameter is not None:
-            return Recast(tensor, parameter)
+        recast = Recast.of(tensor)
+        if recast is not None:
+            return recast
         if is_supported(tensor):
             return self._store(tensor, group, None)
         wait = getattr(tensor, "trigger_wait", None)

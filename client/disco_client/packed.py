@@ -6,7 +6,7 @@ import torch
 
 from disco_client.inplace import refuse_stale, version_of
 from disco_client.sharing import SharedTensor
-from disco_client.tensors import TensorSpec
+from disco_client.tensors import TensorSpec, digest, is_supported
 
 
 class Packed(Protocol):
@@ -38,38 +38,66 @@ class Kept:
 class Recast:
     """A parameter in another dtype, as autocast makes it, or a view of that: cast again to load.
 
-    The parameter is alive anyway, and casting it is cheaper than storing the result.
+    The parameter is alive anyway, and casting it is cheaper than storing the result. Both may be
+    changed through ``.data``, which no version tells, so what is loaded is what has the same
+    digest as what was saved.
     """
 
-    __slots__ = ("_dtype", "_offset", "_parameter", "_shape", "_stride", "_version")
+    __slots__ = ("_digest", "_dtype", "_geometry", "_offset", "_parameter", "_shape", "_stride")
 
     def __init__(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
         self._parameter = parameter
-        self._version = version_of(parameter)
+        self._geometry = parameter.shape, parameter.stride()
         self._dtype = tensor.dtype
         self._shape, self._stride = tensor.shape, tensor.stride()
         self._offset = tensor.storage_offset()
+        self._digest = digest(tensor)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Recast | None":
+        """What stands for ``tensor``, if a cast of a parameter gives it now."""
+        parameter = _parameter_behind(tensor)
+        if parameter is None:
+            return None
+        recast = cls(tensor, parameter)
+        return recast if digest(recast._cast()) == recast._digest else None
 
     def load(self) -> torch.Tensor:
-        """The tensor. Raises ``RuntimeError`` when the parameter was changed in place."""
-        refuse_stale(self._parameter, self._version)
+        """The tensor. Raises ``RuntimeError`` when the parameter has another value by now."""
+        parameter = self._parameter
+        if (parameter.shape, parameter.stride()) == self._geometry:
+            cast = self._cast()
+            if digest(cast) == self._digest:
+                return cast
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a parameter of shape {tuple(self._geometry[0])}, whose cast to "
+            f"{self._dtype} was saved (by autocast?), has another value than in the forward"
+        )
+
+    def _cast(self) -> torch.Tensor:
         with torch.no_grad():
             cast = self._parameter.to(self._dtype)
             return cast.as_strided(self._shape, self._stride, self._offset)
 
 
-def parameter_behind(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The parameter that ``tensor`` is a plain cast of, or a view of a cast of."""
+def _parameter_behind(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The parameter that ``tensor`` may be a plain cast of, or a view of a cast of.
+
+    None off the CPU, where digests cost as much as storing.
+    """
     cast = tensor if tensor._base is None else tensor._base
-    if cast.grad_fn is None or cast.grad_fn.name() != "ToCopyBackward0" or cast._version:
+    if cast.grad_fn is None or cast.grad_fn.name() != "ToCopyBackward0":
         return None
     ((node, _),) = cast.grad_fn.next_functions
     parameter = getattr(node, "variable", None)
     if (
         isinstance(parameter, torch.nn.Parameter)
         and type(parameter.data) is torch.Tensor
+        and is_supported(tensor)
+        and not (tensor.is_conj() or tensor.is_neg())
         and tensor.dtype == cast.dtype
-        and parameter.device == cast.device
+        and tensor.device.type == parameter.device.type == "cpu"
         and parameter.stride() == cast.stride()
         and cast.storage_offset() == 0
     ):

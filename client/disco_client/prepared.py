@@ -8,6 +8,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from disco_client.hooks import Packer, recomputed_region
 from disco_client.inplace import InputGuard, refuse_stale, version_of
+from disco_client.tensors import is_supported
 
 
 class Prepared:
@@ -16,7 +17,8 @@ class Prepared:
     Tensors in lists, tuples and dicts are laid out too, so that they can be offloaded. The first
     run, in forward, gets the very objects that were given. A recomputation gets containers that
     are built anew around the loaded tensors, unless the first run changed the given ones: those
-    it gets as they are, as it would from torch.
+    it gets as they are, as it would from torch. What was one object is one again: attention layers
+    ask whether query and key are the same tensor, and compute something else when not.
 
     Args:
         function, args, kwargs: The call.
@@ -42,25 +44,42 @@ class Prepared:
         self._names = tuple(kwargs)
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._specs: list[TreeSpec] = []
+        self._places: list[list[int]] = []
         self._containers: list[tuple[int, Any, list[Any]]] = []
         self._changed: dict[int, Any] = {}
+        self._held: dict[int, Any] = {}
+        known: dict[int, int] = {}
         for value in (*args, *kwargs.values()):
-            self._lay_out(value)
+            self._lay_out(value, known)
         self._show_devices()
         self._guard = InputGuard(self.inputs)
 
-    def _lay_out(self, value: Any) -> None:
+    def _lay_out(self, value: Any, known: dict[int, int]) -> None:
+        """Add ``value`` to the inputs. ``known``: where each tensor is among them, by its id."""
         leaves, spec = tree_flatten(value, is_leaf=_is_leaf)
-        goes = [self._packer.offloads(leaf) for leaf in leaves]
+        goes = [self._offloads(leaf) for leaf in leaves]
         if not any(goes) and not spec.is_leaf():
             leaves, spec, goes = [value], _LEAF, [False]
         if not spec.is_leaf():
             self._containers.append((len(self._specs), value, leaves))
         self._specs.append(spec)
         self.worthwhile = self.worthwhile or any(goes)
+        places = []
         for leaf, offloaded in zip(leaves, goes, strict=True):
-            by_reference = isinstance(leaf, torch.Tensor) and not offloaded
-            self.inputs.append(_Referenced(leaf) if by_reference else leaf)
+            is_tensor = isinstance(leaf, torch.Tensor)
+            place = known.get(id(leaf)) if is_tensor else None
+            if place is None:
+                place = len(self.inputs)
+                self.inputs.append(_Referenced(leaf) if is_tensor and not offloaded else leaf)
+            if is_tensor:
+                known[id(leaf)] = place
+            places.append(place)
+        self._places.append(places)
+
+    def _offloads(self, leaf: Any) -> bool:
+        """Not with attributes: the function may ask for them, and a load does not bring them."""
+        attributes = isinstance(leaf, torch.Tensor) and is_supported(leaf) and leaf.__dict__
+        return not attributes and self._packer.offloads(leaf)
 
     def _show_devices(self) -> None:
         """Let torch see the devices of what is passed by reference: it keeps their random state."""
@@ -93,18 +112,18 @@ class Prepared:
             same = spec == self._specs[index] and all(map(_is, now, leaves))
             if not same:
                 self._changed[index] = container
+                self._held.update(zip(self._places[index], leaves, strict=True))
         del self._guard, self._containers, self.inputs
 
     def _put_back(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        values, start = [], 0
-        for index, spec in enumerate(self._specs):
-            end = start + spec.num_leaves
+        values = []
+        for index, (spec, places) in enumerate(zip(self._specs, self._places, strict=True)):
             if index in self._changed:
                 values.append(self._changed[index])
-            else:
-                leaves = [v.get() if isinstance(v, _Referenced) else v for v in inputs[start:end]]
-                values.append(tree_unflatten(leaves, spec))
-            start = end
+                continue
+            leaves = [self._held.get(place, inputs[place]) for place in places]
+            leaves = [v.get() if isinstance(v, _Referenced) else v for v in leaves]
+            values.append(tree_unflatten(leaves, spec))
         keywords = dict(zip(self._names, values[self._positional :], strict=True))
         return tuple(values[: self._positional]), keywords
 

@@ -1,10 +1,10 @@
 """Saves of the very same bytes share one blob: masks, position embeddings, views of one storage.
 
 *What tells two saves apart.* The storage, its version, and which of its bytes: the geometry is
-each handle's own, so ``x``, ``x.view(...)`` and ``x.t()`` are one blob. A storage that belongs to
-a leaf may be filled anew through ``.data``, numpy or a loader, none of which counts as a new
-version; so a second save of a leaf is compared by content. What autograd made is changed in such
-ways by nobody who wants right gradients.
+each handle's own, so ``x``, ``x.view(...)`` and ``x.t()`` are one blob. Bytes may be changed
+without a new version: through ``.data``, numpy, a loader, or a kernel that does not tell autograd.
+So a second save is compared by content. Off the CPU, where that would cost as much as storing,
+what autograd made is taken to be unchanged, and anything else is stored again.
 """
 
 import weakref
@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from disco_client.residency import Group
 from disco_client.session import Session
 from disco_client.stored import StoredTensor
-from disco_client.tensors import Layout, TensorSpec, copy_in, describe
+from disco_client.tensors import Layout, TensorSpec, describe, digest
 
 
 class SharedTensor(StoredTensor):
@@ -40,18 +40,16 @@ class SharedTensor(StoredTensor):
     def holds(self, tensor: torch.Tensor, spec: TensorSpec, made: bool) -> bool:
         """Whether the bytes of ``tensor``, which has the same key, are still the stored ones.
 
-        False also where that cannot be told cheaply: off the CPU, or on disk at the first question.
+        False also where that cannot be told cheaply, as on disk at the first question.
         """
-        if made or self._made:
-            return True
         if tensor.device.type != "cpu":
-            return False
+            return made and self._made
         if self._digest is None:
             stored = self.peek()
             if stored is None:
                 return False
             self._digest = xxhash.xxh3_128_digest(stored)
-        return self._digest == _digest(tensor, spec)
+        return self._digest == digest(tensor, spec)
 
 
 class Sharing:
@@ -104,9 +102,3 @@ def _identity(tensor: torch.Tensor, spec: TensorSpec) -> tuple[Hashable, ...]:
     if spec.layout is Layout.SPAN:
         return storage, tensor._version, start, spec.nbytes
     return storage, tensor._version, start, spec.shape, spec.stride, tensor.element_size()
-
-
-def _digest(tensor: torch.Tensor, spec: TensorSpec) -> bytes:
-    memory = bytearray(spec.nbytes)
-    copy_in(tensor, spec, memoryview(memory))
-    return xxhash.xxh3_128_digest(memory)

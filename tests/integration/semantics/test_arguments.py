@@ -436,3 +436,52 @@ def test_hidden_states_in_the_keywords_of_a_partial(form: Form) -> None:
 
     compare(form, pattern)
     assert disco_client.stats().saved_blobs == 4  # the mask is one
+
+
+@pytest.mark.parametrize("form", ALL, ids=str)
+def test_one_tensor_given_twice_is_one_in_the_recomputation(form: Form) -> None:
+    """Attention asks whether query, key and value are the same object, and computes accordingly."""
+
+    def pattern(apply: Apply) -> list[torch.Tensor | None]:
+        x, attention = leaf(), nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True)
+        hidden = (x * 1.0).view(2, -1, WIDTH)
+        output = apply(lambda q, k, v: attention(q, k, v)[0], hidden, hidden, hidden)
+        output.sum().backward()
+        return [output.detach(), *grads(x, attention)]
+
+    compare(form, pattern)
+
+
+@pytest.mark.parametrize("form", NOT_REENTRANT, ids=str)
+def test_one_tensor_given_twice_and_in_a_container(form: Form) -> None:
+    """Taken for two, the recomputation would take another branch, in silence."""
+
+    def pattern(apply: Apply) -> list[torch.Tensor | None]:
+        x = leaf()
+        hidden = x * 1.0
+
+        def run(one: torch.Tensor, others: list[torch.Tensor], again: torch.Tensor) -> Any:
+            return torch.sin(one * (2.0 if one is others[1] and one is again else 3.0))
+
+        apply(run, hidden, [x, hidden], again=hidden).sum().backward()
+        return [x.grad]
+
+    compare(form, pattern)
+
+
+@pytest.mark.parametrize("form", NOT_REENTRANT, ids=str)
+def test_one_tensor_given_beside_a_container_that_changes(form: Form) -> None:
+    """What comes back as it was given holds the original, so the other argument must be it too."""
+
+    def pattern(apply: Apply) -> list[torch.Tensor | None]:
+        x = leaf()
+        hidden = x * 1.0
+
+        def run(seen: list[Any], h: torch.Tensor) -> torch.Tensor:
+            seen.append(None)
+            return torch.sin(h * (2.0 if seen[0] is h else 3.0))
+
+        apply(run, [hidden], hidden).sum().backward()
+        return [x.grad]
+
+    compare(form, pattern)

@@ -76,6 +76,16 @@ def test_input_changed_by_the_function(form: Form) -> None:
     assert disco_client.stats().live_blobs == 0
 
 
+def test_the_refusal_names_the_function() -> None:
+    """A name of discod's own would send its reader to the wrong place."""
+
+    def writes(h: torch.Tensor) -> torch.Tensor:
+        return h.mul_(2)
+
+    with pytest.raises(disco_client.UnsupportedCall, match=r"locals>\.writes"):
+        disco_client.Disco.apply(writes, leaf() * 1.0)
+
+
 def test_input_changed_by_the_function_in_a_block() -> None:
     """offload() runs it once: the gradients are exact, as without discod."""
     x = leaf()

@@ -275,15 +275,88 @@ def test_weights_cast_by_autocast_stay() -> None:
     assert disco_client.stats().saved_bytes == 3 * 64 * 256 * 2
 
 
-def test_cast_weight_changed_before_backward() -> None:
+def _add_in_place(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.add_(1)
+
+
+def _add_through_data(weight: torch.Tensor) -> None:
+    weight.data.add_(1)
+
+
+def _other_data(weight: torch.Tensor) -> None:
+    weight.data = weight.data + 1
+
+
+def _no_data(weight: torch.Tensor) -> None:
+    weight.data = torch.empty(0)
+
+
+@pytest.mark.parametrize("change", [_add_in_place, _add_through_data, _other_data, _no_data])
+def test_cast_weight_changed_before_backward(change: Callable[[torch.Tensor], None]) -> None:
     """It cannot be cast again from other values: autograd's error, and no wrong gradient."""
     x, linear = leaf(), nn.Linear(256, 256, bias=False)
     with disco_client.offload(), torch.autocast("cpu", torch.bfloat16):
         loss = linear(x.repeat(1, 8) * 1.0).float().sum()
-    with torch.no_grad():
-        linear.weight.add_(1)
+    change(linear.weight)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_cast_weight_exchanged_and_put_back() -> None:
+    """ZeRO takes a parameter's data away after the forward and brings it back for backward."""
+
+    def pattern(apply: Apply) -> list[torch.Tensor | None]:
+        x, linear = leaf(64, 256), nn.Linear(256, 256)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = apply(linear, x * 1.0)
+        data, linear.weight.data = linear.weight.data.clone(), torch.empty(0)
+        linear.weight.data = data
+        output.float().sum().backward()
+        return grads(x, linear)
+
+    compare(OFFLOAD, pattern)
+
+
+def _rounded(weight: nn.Parameter) -> torch.Tensor:
+    cast = weight.to(torch.float64)
+    cast.data.round_()
+    return cast
+
+
+def _replaced(weight: nn.Parameter) -> torch.Tensor:
+    cast = weight.to(torch.float64)
+    cast.data = cast.data.round()
+    return cast
+
+
+def _outdated(weight: nn.Parameter) -> torch.Tensor:
+    cast = weight.to(torch.float64)
+    _add_in_place(weight)
+    return cast
+
+
+def _conjugated(weight: nn.Parameter) -> torch.Tensor:
+    return weight.to(torch.complex128).conj()
+
+
+def _negated(weight: nn.Parameter) -> torch.Tensor:
+    return torch._neg_view(weight.to(torch.float64))
+
+
+@pytest.mark.parametrize("cast", [_rounded, _replaced, _outdated, _conjugated, _negated])
+def test_casts_that_the_weight_does_not_give_again(
+    cast: Callable[[nn.Parameter], torch.Tensor],
+) -> None:
+    """Straight-through tricks, weights cached by autocast, lazy bits: not the plain cast."""
+    dtype = torch.complex64 if cast is _conjugated else torch.float32
+
+    def pattern(apply: Apply) -> list[torch.Tensor | None]:
+        x, weight = leaf(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=dtype))
+        apply(lambda h: (h.double() * cast(weight)).abs() ** 2, x * 1.0).sum().backward()
+        return [x.grad, weight.grad]
+
+    compare(OFFLOAD, pattern)
 
 
 def test_leaves_that_need_a_gradient_stay() -> None:
@@ -322,6 +395,20 @@ def test_attributes_of_an_input(form: Form) -> None:
         return [x.grad]
 
     compare(form, pattern)
+
+
+@pytest.mark.parametrize("form", NOT_REENTRANT, ids=str)
+def test_attributes_of_hidden_states(form: Form) -> None:
+    """torch hands the very object to the recomputation; without them it computes another thing."""
+
+    def pattern(apply: Apply) -> list[torch.Tensor | None]:
+        x = leaf()
+        hidden = x * 1.0
+        hidden.doubled = True  # type: ignore[attr-defined]
+        apply(lambda h: torch.sin(h * (2 if hasattr(h, "doubled") else 3)), hidden).sum().backward()
+        return [x.grad]
+
+    compare(form, pattern, saves=form is OFFLOAD)
 
 
 def test_device_of_a_loaded_tensor() -> None:

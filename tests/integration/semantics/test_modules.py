@@ -146,3 +146,55 @@ def test_patch_under_another_patch_is_not_torn_out() -> None:
         patch.disable()
     module.CheckpointFunction = ours  # type: ignore[misc]
     patch.disable()
+
+
+class Equal(nn.Module):
+    """A module that is compared by what it is called, which it does not know from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("large", torch.ones(64, WIDTH))
+        self.name = "equal"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+class Unhashable(Equal):
+    """A module that defines equality alone."""
+
+    __hash__ = None  # type: ignore[assignment]  # what Python does to such a class
+
+
+@pytest.mark.parametrize("kind", [Equal, Unhashable, nn.LazyBatchNorm1d])
+def test_modules_can_be_built(kind: type[nn.Module]) -> None:
+    """Every buffer of the process is looked at when it is registered: that must not fail."""
+    one, two = kind(), kind()
+    if isinstance(one, nn.LazyBatchNorm1d):
+        one(torch.randn(2, WIDTH))
+        return
+    x = leaf()
+    with disco_client.offload():
+        loss = (x * one.large + x * two.large).sum()
+    assert disco_client.stats().saved_blobs == 0  # both are known
+    loss.backward()
+
+
+def test_buffer_replaced_in_a_compiled_forward() -> None:
+    """torch compiles what notes the buffers into the model, so it must be able to."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(64, WIDTH))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            self.count = self.count + 1
+            return hidden * self.count
+
+    x, module = leaf(), Counts()
+    torch.compile(module, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))

@@ -1,5 +1,6 @@
 """Which saves share a blob: equal bytes do, and nothing else does."""
 
+import ctypes
 from collections.abc import Callable
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 import disco_client
-from tests.helpers.forms import ALL, ROWS, WIDTH, Apply, Form, compare, layer, leaf
+from tests.helpers.forms import ALL, OFFLOAD, ROWS, WIDTH, Apply, Form, compare, layer, leaf
 
 
 def test_shared_inputs_are_stored_once() -> None:
@@ -97,3 +98,51 @@ def test_saved_outputs_and_inputs_are_one() -> None:
         loss = (torch.exp(x * 1.0) @ weight).sum()
     assert disco_client.stats().saved_blobs == 1
     loss.backward()
+
+
+def _through_data(tensor: torch.Tensor) -> None:
+    tensor.data.mul_(2)
+
+
+def _through_numpy(tensor: torch.Tensor) -> None:
+    tensor.detach().numpy()[:] *= 2
+
+
+def _by_a_kernel(tensor: torch.Tensor) -> None:
+    ctypes.memset(tensor.data_ptr(), 0, tensor.numel() * 2)
+
+
+@pytest.mark.parametrize("change", [_through_data, _through_numpy, _by_a_kernel])
+def test_activation_changed_without_notice(change: Callable[[torch.Tensor], None]) -> None:
+    """The product saves the changed values, though autograd knows of no new version."""
+
+    def pattern(apply: Apply) -> list[torch.Tensor | None]:
+        x, weight = leaf(), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def run(h: torch.Tensor) -> torch.Tensor:
+            hidden = torch.relu(h)
+            change(hidden)
+            return hidden @ weight
+
+        apply(run, x * 1.0).sum().backward()
+        return [weight.grad]
+
+    compare(OFFLOAD, pattern)
+
+
+def test_data_of_an_activation_is_a_tensor_of_its_own() -> None:
+    """It has a count of versions of its own, from 0 each time that it is asked for."""
+
+    def pattern(apply: Apply) -> list[torch.Tensor | None]:
+        x, weight = leaf(), nn.Parameter(torch.randn(ROWS, WIDTH))
+
+        def run(h: torch.Tensor) -> torch.Tensor:
+            hidden = h * 1.0
+            first = torch.sin(hidden)
+            hidden.data.mul_(2)
+            return first + weight * hidden.data
+
+        apply(run, x * 1.0).sum().backward()
+        return [weight.grad]
+
+    compare(OFFLOAD, pattern)
