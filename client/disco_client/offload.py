@@ -1,6 +1,7 @@
 """``offload()``: every saved activation of a block kept by discod, without any recomputation."""
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -11,8 +12,9 @@ import torch
 from disco_client import connection
 from disco_client.buffers import remember
 from disco_client.compiling import runs_eagerly
-from disco_client.errors import UnsupportedCall
+from disco_client.errors import UnsupportedCall, UsageError
 from disco_client.hooks import unpack
+from disco_client.inplace import name_of
 from disco_client.packed import Kept
 from disco_client.residency import Group
 from disco_client.tally import tally
@@ -96,7 +98,16 @@ class offload:
             ) from error
 
     def __call__(self, function: _F) -> _F:
-        """Decorate ``function``: each call of it is a block of its own."""
+        """Decorate ``function``: each call of it is a block of its own.
+
+        Raises:
+            UsageError: It is a generator or coroutine function, whose body runs after the call.
+        """
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise UsageError(
+                f"offload() cannot decorate {name_of(function)}: its body runs after the call "
+                "has returned, outside of the block. Use a with block inside of it"
+            )
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -43,26 +43,23 @@ class Prepared:
         self._positional = len(args)
         self._names = tuple(kwargs)
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._specs: list[TreeSpec] = []
-        self._places: list[list[int]] = []
-        self._containers: list[tuple[int, Any, list[Any]]] = []
-        self._changed: dict[int, Any] = {}
-        self._held: dict[int, Any] = {}
-        known: dict[int, int] = {}
+        self._arguments: list[_Argument] = []
+        self._containers: list[_Container] = []
+        self._guard = InputGuard([*args, *kwargs.values()])
+        known: dict[int, Any] = {}
         for value in (*args, *kwargs.values()):
             self._lay_out(value, known)
         self._show_devices()
-        self._guard = InputGuard(self.inputs)
 
-    def _lay_out(self, value: Any, known: dict[int, int]) -> None:
-        """Add ``value`` to the inputs. ``known``: where each tensor is among them, by its id."""
+    def _lay_out(self, value: Any, known: dict[int, Any]) -> None:
+        """Add ``value`` to the inputs. ``known``: what each object became, by its id."""
         leaves, spec = tree_flatten(value, is_leaf=_is_leaf)
         goes = [self._offloads(leaf) for leaf in leaves]
         if not any(goes) and not spec.is_leaf():
             leaves, spec, goes = [value], _LEAF, [False]
-        if not spec.is_leaf():
-            self._containers.append((len(self._specs), value, leaves))
-        self._specs.append(spec)
+        if not spec.is_leaf() and id(value) in known:
+            self._arguments.append(known[id(value)])
+            return
         self.worthwhile = self.worthwhile or any(goes)
         places = []
         for leaf, offloaded in zip(leaves, goes, strict=True):
@@ -70,11 +67,16 @@ class Prepared:
             place = known.get(id(leaf)) if is_tensor else None
             if place is None:
                 place = len(self.inputs)
-                self.inputs.append(_Referenced(leaf) if is_tensor and not offloaded else leaf)
+                by_reference = is_tensor and not offloaded
+                self.inputs.append(_Referenced(leaf, spec.is_leaf()) if by_reference else leaf)
             if is_tensor:
                 known[id(leaf)] = place
             places.append(place)
-        self._places.append(places)
+        argument = _Argument(spec, places)
+        self._arguments.append(argument)
+        if not spec.is_leaf():
+            known[id(value)] = argument
+            self._containers.append(_Container(argument, value, leaves))
 
     def _offloads(self, leaf: Any) -> bool:
         """Not with attributes: the function may ask for them, and a load does not bring them."""
@@ -104,47 +106,84 @@ class Prepared:
         """The first run is over: let go of what was given, and look at what it did to it.
 
         Raises:
-            UnsupportedCall: It changed an offloaded input in place.
+            UnsupportedCall: It changed an offloaded argument in place.
         """
         self._guard.refuse_changes(self._packer.offloads, self._function)
-        for index, container, leaves in self._containers:
-            now, spec = tree_flatten(container, is_leaf=_is_leaf)
-            same = spec == self._specs[index] and all(map(_is, now, leaves))
-            if not same:
-                self._changed[index] = container
-                self._held.update(zip(self._places[index], leaves, strict=True))
+        held: dict[int, Any] = {}
+        for container in self._containers:
+            if container.changed():
+                container.argument.held = container.value
+                held.update(zip(container.argument.places, container.leaves, strict=True))
+        for argument in self._arguments:  # what stays alive in there is one object everywhere
+            argument.leaves = {place: held[place] for place in argument.places if place in held}
         del self._guard, self._containers, self.inputs
 
     def _put_back(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        values = []
-        for index, (spec, places) in enumerate(zip(self._specs, self._places, strict=True)):
-            if index in self._changed:
-                values.append(self._changed[index])
-                continue
-            leaves = [self._held.get(place, inputs[place]) for place in places]
-            leaves = [v.get() if isinstance(v, _Referenced) else v for v in leaves]
-            values.append(tree_unflatten(leaves, spec))
+        built = {id(argument): argument.put_back(inputs) for argument in self._arguments}
+        values = [built[id(argument)] for argument in self._arguments]
         keywords = dict(zip(self._names, values[self._positional :], strict=True))
         return tuple(values[: self._positional]), keywords
+
+
+class _Argument:
+    """One argument of the call: which of the inputs it is made of, and how.
+
+    Attributes:
+        held: The container that was given, when the first run changed it.
+        leaves: What is alive in such containers, by its place among the inputs.
+    """
+
+    def __init__(self, spec: TreeSpec, places: list[int]) -> None:
+        self._spec = spec
+        self.places = places
+        self.held: Any = None
+        self.leaves: dict[int, Any] = {}
+
+    def put_back(self, inputs: tuple[Any, ...]) -> Any:
+        """The argument for a recomputation, from what torch hands back."""
+        if self.held is not None:
+            return self.held
+        leaves = [self.leaves.get(place, inputs[place]) for place in self.places]
+        leaves = [leaf.get() if isinstance(leaf, _Referenced) else leaf for leaf in leaves]
+        return tree_unflatten(leaves, self._spec)
+
+
+class _Container:
+    """A list, tuple or dict that was given, as it was before the first run."""
+
+    def __init__(self, argument: _Argument, value: Any, leaves: list[Any]) -> None:
+        self.argument = argument
+        self.value = value
+        self.leaves = leaves
+        self._versions = [version_of(leaf) for leaf in leaves]
+        self._spec = tree_flatten(value, is_leaf=_is_leaf)[1]
+
+    def changed(self) -> bool:
+        """Whether anything in it was replaced, added, taken away or changed in place."""
+        now, spec = tree_flatten(self.value, is_leaf=_is_leaf)
+        if spec != self._spec or not all(map(_is, now, self.leaves)):
+            return True
+        return [version_of(leaf) for leaf in now] != self._versions
 
 
 class _Referenced:
     """A tensor that stays in memory, passed around the hooks as the very object it is.
 
     The hooks would take its Python type or attributes away. Changes in place are checked here, as
-    autograd would check them.
+    autograd would check them: of arguments, but not of what is in a container.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, checked: bool) -> None:
         self._tensor = tensor
-        self._version = version_of(tensor)
+        self._version = version_of(tensor) if checked else None
 
     @property
     def device(self) -> torch.device:
         return self._tensor.device
 
     def get(self) -> torch.Tensor:
-        refuse_stale(self._tensor, self._version)
+        if self._version is not None:
+            refuse_stale(self._tensor, self._version)
         return self._tensor
 
 

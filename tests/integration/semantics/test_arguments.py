@@ -318,6 +318,41 @@ def test_a_container_that_the_function_changes(form: Form) -> None:
 
 
 @pytest.mark.parametrize("form", NON_REENTRANT_CHECKPOINTS, ids=str)
+def test_a_container_whose_tensors_are_written(form: Form) -> None:
+    """A cache of tensors that layers fill, and a small one that is set between the calls."""
+
+    def pattern(apply: Apply) -> list[torch.Tensor | None]:
+        x = leaf()
+        cache, statistics = [torch.zeros(3, ROWS, WIDTH)], {"h": x * 3.0, "n": torch.zeros(4)}
+        hidden = x * 1.0
+
+        def run(h: torch.Tensor, kept: list[torch.Tensor], more: Any, index: int) -> torch.Tensor:
+            kept[0][index] = h.detach()
+            return torch.sin(h) * kept[0][index] + more["h"] * more["n"].shape[0]
+
+        for index in range(3):
+            hidden = apply(run, hidden, cache, statistics, index)
+            statistics["n"][index] = 1.0
+        hidden.sum().backward()
+        return [*cache, *grads(x)]
+
+    compare(form, pattern)
+
+
+@pytest.mark.parametrize("form", NON_REENTRANT_CHECKPOINTS, ids=str)
+def test_a_container_that_is_given_twice_is_one(form: Form) -> None:
+    """A function may ask whether two lists are the same one."""
+
+    def pattern(apply: Apply) -> list[torch.Tensor | None]:
+        x = leaf()
+        both = [x * 1.0]
+        apply(lambda a, b: torch.sin(a[0] * (2.0 if a is b else 3.0)), both, both).sum().backward()
+        return grads(x)
+
+    compare(form, pattern)
+
+
+@pytest.mark.parametrize("form", NON_REENTRANT_CHECKPOINTS, ids=str)
 def test_other_containers_are_passed_as_they_are(form: Form) -> None:
     """A cache object or a named tuple may be anything; it is handed over, not taken apart."""
 

@@ -432,6 +432,20 @@ def test_decorated_function() -> None:
     assert disco_client.stats().live_blobs == 0
 
 
+def test_generators_and_coroutines_are_not_decorated() -> None:
+    """Their body runs after the call: the block would cover nothing, in silence."""
+
+    def generator() -> Iterator[int]:
+        yield 1
+
+    async def coroutine() -> None:
+        pass
+
+    for function in (generator, coroutine):
+        with pytest.raises(disco_client.UsageError, match=function.__name__):
+            disco_client.offload()(function)
+
+
 def test_one_block_used_again_nested_and_after_an_error() -> None:
     """Trainers keep the context in an attribute and enter it at every step."""
     block, module = disco_client.offload(), layer()
