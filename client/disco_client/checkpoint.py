@@ -38,7 +38,10 @@ _warned_reentrant = False
 
 @runs_eagerly
 def checkpoint(
-    function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any
+    function: Callable[..., Any] | None = None,
+    *args: Any,
+    use_reentrant: bool | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Drop-in for :func:`torch.utils.checkpoint.checkpoint` that keeps the inputs off the heap.
 
@@ -50,7 +53,8 @@ def checkpoint(
     another call, which is recomputed as a whole, it is torch's checkpoint and stores nothing.
 
     Args:
-        function: What to run; called exactly as torch's checkpoint calls it.
+        function: What to run; called exactly as torch's checkpoint calls it. Without it, the result
+            is a decorator with these options: ``@checkpoint(use_reentrant=False)``.
         args: Its positional arguments.
         use_reentrant: For compatibility; the non-reentrant form is always used.
         kwargs: Its keyword arguments, and torch's own options ``preserve_rng_state``,
@@ -69,6 +73,8 @@ def checkpoint(
     """
     if use_reentrant:
         _warn_reentrant()
+    if function is None:
+        return functools.partial(_decorate, kwargs)
     options = {name: kwargs.pop(name) for name in TORCH_OPTIONS & kwargs.keys()}
     plain: Callable[..., Any] = functools.partial(
         torch.utils.checkpoint.checkpoint, use_reentrant=False, **options
@@ -80,6 +86,14 @@ def checkpoint(
         result = plain(call, *call.inputs)
     call.finish()
     return result
+
+
+def _decorate(options: dict[str, Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(function, *args, **options, **kwargs)
+
+    return call
 
 
 def prepare(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from disco_client import summary
+from disco_client import environment, summary
 from disco_client.arena import HUGE_PAGE_BYTES, Arena
 from disco_client.errors import DaemonNotRunning, DiscodError, UsageError
 from disco_client.greeting import Greeting
@@ -21,8 +21,7 @@ from disco_client.launch import SETTLE_SECONDS, Launcher
 from disco_client.link import Link
 from disco_client.session import Session
 from disco_client.stats import Stats
-from discod.wire.paths import default_socket_dir
-from discod.wire.sizes import format_size, parse_size
+from discod.wire.sizes import format_size
 
 _log = logging.getLogger(__name__)
 
@@ -89,8 +88,9 @@ def connect(
     ):
         if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
             raise ValueError(f"{name}={seconds!r} must be a number of seconds, 0 or more")
-    arena_bytes = _setting("arena", arena)
-    min_bytes = _setting("min_bytes", min_bytes) or DEFAULT_MIN_BYTES
+    arena_bytes = environment.size("arena", arena)
+    min_bytes = environment.size("min_bytes", min_bytes) or DEFAULT_MIN_BYTES
+    environment.warn_of_unknown_names()
     with _lock:
         if _connection is not None:
             raise UsageError(
@@ -179,6 +179,16 @@ def _attach(
         format_size(segment.size_bytes),
         ", ".join(link.directories),
     )
+    if scratch and {os.path.realpath(d) for d in link.directories} != set(
+        map(os.path.realpath, scratch)
+    ):
+        _log.warning(
+            "a daemon was running already (pid %d), with scratch %s, so %s is not used; end that "
+            "one first, or give this job another socket_dir",
+            greeting.welcome.pid,
+            ", ".join(link.directories),
+            ", ".join(map(str, scratch)),
+        )
     session = Session(segment, link)
     return Connection(session, Packer(session, min_bytes), launcher)
 
@@ -206,21 +216,6 @@ def _greet(socket_dir: Path, launcher: Launcher | None, start_timeout: float) ->
                 raise launcher.error(socket_dir) from None
 
 
-def _setting(name: str, given: int | str | None) -> int | None:
-    """A size that was given, else the one in the environment, else None."""
-    if given is not None:
-        return _size(name, given)
-    variable = f"DISCOD_{name}".upper()
-    return _size(variable, os.environ[variable]) if os.environ.get(variable) else None
-
-
-def _size(name: str, text: int | str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-
-
 def _default_arena(greeting: Greeting) -> int:
     ranks = local_ranks()
     welcome = greeting.welcome
@@ -229,14 +224,12 @@ def _default_arena(greeting: Greeting) -> int:
 
 
 def _socket_dir(socket_dir: str | os.PathLike[str] | None) -> Path:
-    if socket_dir is None:
-        socket_dir = os.environ.get("DISCOD_SOCKET_DIR") or default_socket_dir()
-    return Path(os.path.abspath(socket_dir))
+    return Path(os.path.abspath(environment.socket_dir() if socket_dir is None else socket_dir))
 
 
 def _scratch_dirs(scratch: ScratchDirs | None) -> list[Path]:
     if scratch is None:
-        return [Path(part) for part in os.environ.get("DISCOD_SCRATCH", "").split(":") if part]
+        return environment.scratch_dirs()
     if isinstance(scratch, str | os.PathLike):
         return [Path(scratch)]
     return [Path(part) for part in scratch]

@@ -13,9 +13,14 @@ from tests.helpers.jobs import run_job
 RANKS = 2
 
 
+LIMIT_SECONDS = 280
+"""It takes 25 on an idle machine with two cores."""
+
+
 def run_matrix(socket_dir: Path) -> list[dict[str, Any]]:
     """Run all cells against the daemon there; the ranks' reports."""
-    return run_job(RANKS, {"socket_dir": str(socket_dir)}, "tests.compatibility.rank")
+    settings = {"socket_dir": str(socket_dir)}
+    return run_job(RANKS, settings, "tests.compatibility.rank", LIMIT_SECONDS)
 
 
 def main() -> None:

@@ -67,7 +67,10 @@ class Rank:
 
 
 def run_job(
-    ranks: int, settings: dict[str, Any], program: str = "tests.helpers.rank"
+    ranks: int,
+    settings: dict[str, Any],
+    program: str = "tests.helpers.rank",
+    timeout: float = 100,
 ) -> list[dict[str, Any]]:
     """Run a job of ``ranks`` processes to its end; the reports in rank order."""
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +78,7 @@ def run_job(
         environment = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         processes = [Rank(job, program, RANK=str(rank), **environment) for rank in range(ranks)]
         try:
-            return [process.report() for process in processes]
+            return [process.report(timeout) for process in processes]
         finally:
             for process in processes:
                 process.kill()

@@ -14,6 +14,8 @@ from tests.helpers.daemon import Daemon
 
 FLOAT32 = "FSDP2 | each layer once | default"
 BFLOAT16 = "FSDP2 | each layer once | bfloat16 parameters"
+pytestmark = pytest.mark.timeout(300)  # the first test waits for the whole matrix
+
 OURS = [form for form in FORMS if form.ours]
 
 

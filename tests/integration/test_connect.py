@@ -371,6 +371,32 @@ def test_a_malformed_variable_is_named(
     assert disco_client.stats().arena_bytes == 0
 
 
+def test_a_misspelt_variable_is_named_once(
+    daemon: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a setting would not be applied, in silence."""
+    monkeypatch.setenv("DISCOD_AREANA", "8MiB")
+    monkeypatch.setenv("DISCOD_ZZZZZZZZZ", "1")
+    for _ in range(2):
+        disco_client.connect(daemon.socket_dir, arena="2MiB")
+        disco_client.close()
+    close, far = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert close == "DISCOD_AREANA is set, and nothing reads it; did you mean DISCOD_ARENA?"
+    assert far == "DISCOD_ZZZZZZZZZ is set, and nothing reads it"
+
+
+def test_another_scratch_than_the_running_daemons_is_said(
+    daemon: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The data goes to the other disk: the user would look for it on his."""
+    for scratch in (tmp_path / "other", tmp_path / "scratch"):
+        disco_client.connect(daemon.socket_dir, scratch=scratch, arena="2MiB")
+        disco_client.close()
+    (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert f"{tmp_path / 'other'} is not used" in record.message
+    assert str(tmp_path / "scratch") in record.message
+
+
 @pytest.mark.parametrize("timeout", ["5", -1, float("nan"), float("inf")])
 def test_malformed_timeouts_are_refused(short_dir: Path, timeout: Any) -> None:
     """A timeout of another type would fail in the middle of a training."""

@@ -12,6 +12,7 @@ import pytest
 
 import disco_client
 import discod
+from disco_client import environment
 from discod.cli import main
 from discod.exits import Exit
 
@@ -22,13 +23,6 @@ DOCUMENTS = sorted(
     for directory in (".", "docs", "docs/frameworks", "systemd", "docker")
     for path in (ROOT / directory).glob("*.md")
 )
-CLIENT_ENVIRONMENT = {
-    "DISCOD_SOCKET_DIR",
-    "DISCOD_SCRATCH",
-    "DISCOD_ARENA",
-    "DISCOD_MIN_BYTES",
-    "DISCOD_SUMMARY",
-}
 PROGRAMS = {"pip", "python", "torchrun"}
 """Of others: that they exist is not ours to test."""
 
@@ -72,9 +66,16 @@ def test_every_option_has_its_environment_variable() -> None:
             assert option.envvar == f"DISCOD_{option.name}".upper()
 
 
+def test_the_client_knows_the_daemons_environment() -> None:
+    """Else it would warn of a variable that a daemon started by it does read."""
+    assert {str(option.envvar) for option in main.params if option.envvar} - environment.CLIENT == (
+        environment.DAEMON
+    )
+
+
 def test_documented_environment_exists() -> None:
     """Else someone would set a variable that nothing reads."""
-    known = {str(option.envvar) for option in options()} | CLIENT_ENVIRONMENT
+    known = {str(option.envvar) for option in options()} | environment.CLIENT
     for path in DOCUMENTS:
         found = set(re.findall(r"DISCOD_[A-Z_]*[A-Z]", path.read_text()))
         assert found - known - {"DISCOD_TEST_REQUIRE_ALL"} == set(), path.name

@@ -71,6 +71,17 @@ def test_an_unknown_attribute_changes_nothing() -> None:
     assert dict(vars(Owner)) == before
 
 
+def test_a_replacement_that_nobody_calls_changes_nothing() -> None:
+    """A framework may keep an old name that it does not use any more; nothing would be moved."""
+    before = dict(vars(Owner))
+    replace = Replacement(Owner, "own", lambda original: original)
+    unused = Patch("test", lambda: [replace], "", works=lambda: False)
+    with pytest.raises(UsageError, match="does not call what was replaced"):
+        unused.enable()
+    assert not unused.enabled
+    assert dict(vars(Owner)) == before
+
+
 def test_another_patch_on_top_is_not_torn_out() -> None:
     """Restoring the original would undo it as well."""
     one, two = patch("own"), patch("own")

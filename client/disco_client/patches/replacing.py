@@ -30,12 +30,18 @@ class Patch:
         replacements: Gives the replacements; asked at each :meth:`enable`, so that the framework
             need not be imported before.
         remedy: What to check when nothing was offloaded, as a sentence for the warning.
+        works: Tells, once they are in place, whether the replacements are what the framework calls.
     """
 
     def __init__(
-        self, name: str, replacements: Callable[[], Sequence[Replacement]], remedy: str
+        self,
+        name: str,
+        replacements: Callable[[], Sequence[Replacement]],
+        remedy: str,
+        works: Callable[[], bool] = lambda: True,
     ) -> None:
         self.name = name
+        self._works = works
         self._replacements = replacements
         self._proof = Proof(name, remedy)
         self._applied: list[_Applied] = []
@@ -52,23 +58,23 @@ class Patch:
             remedy: In place of the patch's own, for who enables it on a framework's behalf.
 
         Raises:
-            UsageError: The framework has no such attribute: its version is not supported.
+            UsageError: The framework has no such attribute, or does not use it: its version is not
+                supported. Nothing is changed then.
         """
         if self.enabled:
             return
         applied = []
         for owner, name, make in self._replacements():
             if not hasattr(owner, name):
-                raise UsageError(
-                    f"the {self.name} patch does not know this version: {_path(owner)} has no "
-                    f"{name}; nothing was changed. Call disco_client.checkpoint or "
-                    "disco_client.offload directly"
-                )
+                raise self._unknown(f"{_path(owner)} has no {name}")
             own = vars(owner).get(name, _INHERITED)
             applied.append(_Applied(owner, name, own, make(getattr(owner, name))))
         for one in applied:
             setattr(one.owner, one.name, one.new)
         self._applied = applied
+        if not self._works():
+            self._put_back()
+            raise self._unknown(f"it does not call what was replaced ({applied[0].name}, ...)")
         self._proof.begin(remedy)
         summary.show_at_end()
 
@@ -89,13 +95,23 @@ class Patch:
                     f"{_path(one.owner)}.{one.name} was replaced by something else after the "
                     f"{self.name} patch of discod; undo that first"
                 )
+        self._put_back()
+        self._proof.end()
+
+    def _unknown(self, fact: str) -> UsageError:
+        return UsageError(
+            f"the {self.name} patch does not know this version of {self.name}: {fact}; nothing was "
+            "changed. Call disco_client.checkpoint or disco_client.offload directly, or install "
+            "a version that the documentation names"
+        )
+
+    def _put_back(self) -> None:
         for one in reversed(self._applied):
             if one.original is _INHERITED:
                 delattr(one.owner, one.name)
             else:
                 setattr(one.owner, one.name, one.original)
         self._applied = []
-        self._proof.end()
 
 
 class _Applied(NamedTuple):

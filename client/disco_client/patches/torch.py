@@ -38,37 +38,64 @@ def disable() -> None:
 
 def _replacements() -> list[Replacement]:
     module = torch.utils.checkpoint
+    names = ["_checkpoint_without_reentrant_generator_impl"]  # since torch 2.14
+    if not hasattr(module, names[0]):
+        names = ["_checkpoint_without_reentrant_generator"]
     return [
-        Replacement(module, "_checkpoint_without_reentrant_generator", _offload_generator),
+        Replacement(module, names[0], _offload_generator),
         Replacement(module, "CheckpointFunction", _offload_function),
     ]
 
 
-_Generator = Callable[..., Generator[None, None, None]]
+_Steps = Generator[None, None, None]
 
 
-def _offload_generator(original: _Generator) -> _Generator:
+def _offload_generator(original: Callable[..., _Steps]) -> Callable[..., _Steps]:
     """torch runs ``function`` itself at the yield; what is passed on is for the recomputation."""
     kinds = [p.kind for p in inspect.signature(original).parameters.values()]
-    options = kinds.index(inspect.Parameter.VAR_POSITIONAL) - 1  # all but the function
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:  # (fn, args, kwargs, *, options)
 
-    def generate(
-        function: Callable[..., Any], *rest: Any, **kwargs: Any
-    ) -> Generator[None, None, None]:
-        if isinstance(function, Prepared):  # by disco_client.checkpoint, which has done all this
-            yield from original(function, *rest, **kwargs)
-            return
-        call = prepare(function, rest[options:], kwargs)
-        if call is None:
-            with recomputed_region():
-                yield from original(region(function), *rest, **kwargs)
-            return
-        call.run_by_torch()
-        with connection.current().packer.hooks(group), recomputed_region():
-            yield from original(call, *rest[:options], *call.inputs)
-        call.finish()
+        def generate(
+            function: Callable[..., Any], args: Any, kwargs: Any, **options: Any
+        ) -> _Steps:
+            def start(run: Callable[..., Any], args: Any, kwargs: Any) -> _Steps:
+                return original(run, tuple(args), kwargs, **options)
 
-    return generate
+            yield from _offloaded(start, function, tuple(args), kwargs)
+
+        return generate
+    count = kinds.index(inspect.Parameter.VAR_POSITIONAL) - 1  # (fn, options..., *args, **kwargs)
+
+    def generate_before(function: Callable[..., Any], *rest: Any, **kwargs: Any) -> _Steps:
+        def start(run: Callable[..., Any], args: Any, kwargs: Any) -> _Steps:
+            return original(run, *rest[:count], *args, **kwargs)
+
+        yield from _offloaded(start, function, rest[count:], kwargs)
+
+    return generate_before
+
+
+def _offloaded(
+    start: Callable[..., _Steps],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> _Steps:
+    """torch's steps, with what they save kept by discod."""
+    if isinstance(function, _Probe):
+        function.seen = True
+    if isinstance(function, _Probe | Prepared):  # the latter by disco_client.checkpoint
+        yield from start(function, args, kwargs)
+        return
+    call = prepare(function, args, kwargs)
+    if call is None:
+        with recomputed_region():
+            yield from start(region(function), args, kwargs)
+        return
+    call.run_by_torch()
+    with connection.current().packer.hooks(group), recomputed_region():
+        yield from start(call, call.inputs, {})
+    call.finish()
 
 
 def _offload_function(original: type[Any]) -> type[Any]:
@@ -82,6 +109,9 @@ def _offload_function(original: type[Any]) -> type[Any]:
             def apply(run: Callable[..., Any], *inputs: Any) -> Any:
                 return original.apply(run, preserve, *inputs)
 
+            if isinstance(function, _Probe):
+                function.seen = True
+                return apply(function, *args)
             if not torch.is_grad_enabled():
                 return apply(function, *args)
             return offload_reentrant(apply, function, args, group)
@@ -92,9 +122,33 @@ def _offload_function(original: type[Any]) -> type[Any]:
 OffloadedCheckpointFunction = _offload_function(torch.utils.checkpoint.CheckpointFunction)
 """For an adapter that sends the reentrant form of one model to discod, without this patch."""
 
+
+class _Probe:
+    """A function that shows whether a checkpointed call comes through here."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return value * 1
+
+
+def _arrives() -> bool:
+    """Whether both forms of torch's checkpoint come through here: a name can be an old one."""
+    for use_reentrant in (False, True):
+        probe = _Probe()
+        with torch.enable_grad():
+            value = torch.ones(1, requires_grad=True)
+            torch.utils.checkpoint.checkpoint(probe, value, use_reentrant=use_reentrant)
+        if not probe.seen:
+            return False
+    return True
+
+
 patch = Patch(
     "torch",
     _replacements,
     "Does the model call torch.utils.checkpoint.checkpoint (is its gradient checkpointing on), "
     "outside of torch.compile?",
+    works=_arrives,
 )

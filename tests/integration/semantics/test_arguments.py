@@ -426,6 +426,31 @@ def test_options_of_torch() -> None:
     assert disco_client.stats().live_blobs == 0
 
 
+def test_decorated_layer() -> None:
+    """torch 2.14 has this form: checkpoint(options) without a function is a decorator."""
+
+    class Decorated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        @disco_client.checkpoint(use_reentrant=False, preserve_rng_state=False)
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            """Doc."""
+            return torch.sin(self.linear(hidden))
+
+    x, module = leaf(), Decorated()
+    assert module.forward.__doc__ == "Doc."
+    module(x * 1.0).sum().backward()
+    assert disco_client.stats().saved_blobs == 1
+    got = grads(x, module)
+    x.grad = None
+    module.zero_grad()
+    torch.sin(module.linear(x * 1.0)).sum().backward()
+    for one, other in zip(got, grads(x, module), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_determinism_check_of_torch() -> None:
     """A recomputation that does something else is noticed, as by torch."""
     shapes = iter([(ROWS, WIDTH), (WIDTH, ROWS)])

@@ -186,7 +186,7 @@ def test_forks_while_other_threads_are_busy(
     for thread in threads:
         thread.start()
     try:
-        for _ in range(200):
+        for _ in range(100):
             handle = manager.save_tensor(tensor)
             pid = os.fork()
             if pid == 0:

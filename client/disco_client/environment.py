@@ -1,0 +1,72 @@
+"""What the environment says: sizes, directories, and names that were meant to say something."""
+
+import difflib
+import logging
+import os
+from pathlib import Path
+
+from discod.wire.paths import default_socket_dir
+from discod.wire.sizes import parse_size
+
+_log = logging.getLogger(__name__)
+
+CLIENT = {
+    "DISCOD_SOCKET_DIR",
+    "DISCOD_SCRATCH",
+    "DISCOD_ARENA",
+    "DISCOD_MIN_BYTES",
+    "DISCOD_SUMMARY",
+}
+DAEMON = {
+    "DISCOD_RAM",
+    "DISCOD_DISK",
+    "DISCOD_THREADS",
+    "DISCOD_CHUNK",
+    "DISCOD_CHECKSUM",
+    "DISCOD_LOG_LEVEL",
+    "DISCOD_EXIT_IDLE",
+}
+"""Read by a daemon that is started here, which inherits this environment."""
+_TESTS = {"DISCOD_TEST_REQUIRE_ALL"}
+
+_warned: set[str] = set()
+
+
+def warn_of_unknown_names() -> None:
+    """One warning for each ``DISCOD_`` variable that nothing reads: it is misspelt, or too new."""
+    known = CLIENT | DAEMON | _TESTS
+    for name in sorted(os.environ):
+        if name.startswith("DISCOD_") and name not in known and name not in _warned:
+            _warned.add(name)
+            meant = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {meant[0]}?" if meant else ""
+            _log.warning("%s is set, and nothing reads it%s", name, hint)
+
+
+def size(name: str, given: int | str | None) -> int | None:
+    """The size ``name`` that was given, else the one in the environment, else None.
+
+    Raises:
+        ValueError: It is malformed; the text names the argument or the variable.
+    """
+    if given is not None:
+        return _parse(name, given)
+    variable = f"DISCOD_{name}".upper()
+    return _parse(variable, os.environ[variable]) if os.environ.get(variable) else None
+
+
+def socket_dir() -> Path:
+    """Where the daemon's sockets are."""
+    return Path(os.environ.get("DISCOD_SOCKET_DIR") or default_socket_dir())
+
+
+def scratch_dirs() -> list[Path]:
+    """The directories of a daemon that may be started here."""
+    return [Path(part) for part in os.environ.get("DISCOD_SCRATCH", "").split(":") if part]
+
+
+def _parse(name: str, text: int | str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
