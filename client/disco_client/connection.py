@@ -68,7 +68,7 @@ def connect(
             ``DISCOD_SCRATCH`` (several separated by ``:``), else none is started.
         arena: This process's RAM tier, in bytes or as ``"8GiB"``. Default ``DISCOD_ARENA``, else
             the daemon's ``--ram`` divided by the job's processes on this node, as torchrun, MPI or
-            Slurm give their number, or what is left of it.
+            Slurm give their number; without a launcher, half of what is left.
         min_bytes: Smaller tensors stay in memory. Default ``DISCOD_MIN_BYTES``, else 1 MiB.
         reconnect_timeout: Seconds that a call may wait for a daemon that went away.
         reply_timeout: Seconds that a call may wait for a daemon that is there but does not answer.
@@ -217,9 +217,12 @@ def _greet(socket_dir: Path, launcher: Launcher | None, start_timeout: float) ->
 
 
 def _default_arena(greeting: Greeting) -> int:
-    ranks = local_ranks()
     welcome = greeting.welcome
-    share = min(welcome.ram_bytes // ranks, welcome.ram_free_bytes)
+    ranks = local_ranks()
+    if ranks is None:  # a script, a notebook, an evaluation: others may come, and need some too
+        share = welcome.ram_free_bytes // 2
+    else:
+        share = min(welcome.ram_bytes // ranks, welcome.ram_free_bytes)
     return max(HUGE_PAGE_BYTES, share // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
 
 

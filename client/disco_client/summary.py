@@ -28,7 +28,7 @@ def finish(stats: Stats) -> None:
 
 def line(stats: Stats) -> str:
     """``stats`` in one line."""
-    ranks = local_ranks()
+    ranks = local_ranks() or 1
     who = "discod" if ranks == 1 else f"discod (rank 0 of {ranks} here)"
     waited = stats.save_wait_seconds + stats.load_wait_seconds
     return (

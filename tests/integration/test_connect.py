@@ -17,6 +17,7 @@ import torch
 
 import disco_client
 from disco_client import connection, launch
+from tests.helpers.raw_client import RawClient
 
 Attach = Callable[..., None]
 
@@ -100,6 +101,22 @@ def test_default_arena_is_the_ranks_share(
         assert disco_client.stats().arena_bytes == 16 << 20
     finally:
         disco_client.close()
+
+
+def test_a_process_by_itself_leaves_some_for_others(
+    start_daemon: Callable[..., Any], short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook that is left open must not keep the next job from attaching."""
+    for variable in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        monkeypatch.delenv(variable, raising=False)
+    daemon = start_daemon("--ram", "64MiB", scratch=short_dir)
+    other = RawClient(daemon.socket_dir, 16 << 20)
+    try:
+        disco_client.connect(daemon.socket_dir)
+        assert disco_client.stats().arena_bytes == (64 - 16 << 20) // 2
+    finally:
+        disco_client.close()
+        other.close()
 
 
 def test_arena_over_the_budget(start_daemon: Callable[..., Any], short_dir: Path) -> None:
