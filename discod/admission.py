@@ -13,7 +13,8 @@ from discod.chores import Chores
 from discod.engine import Engine
 from discod.mapping import BadArena, Mapping, check_arena
 from discod.storage import Directory
-from discod.tenant import File
+from discod.tenant import File, Tenant
+from discod.wire import LEAST_ARENA_BYTES
 from discod.wire.messages import Attach
 from discod.wire.sizes import format_size
 
@@ -76,13 +77,20 @@ class Admission:
         return not self._held.isdisjoint(inodes)
 
     def admit(
-        self, attach: Attach, fds: list[int], decided: Callable[[Admitted | Exception], None]
+        self,
+        attach: Attach,
+        fds: list[int],
+        tenants: Iterable[Tenant],
+        decided: Callable[[Admitted | Exception], None],
     ) -> None:
-        """Check and open everything; ``decided`` gets the outcome, now or later. Closes ``fds``."""
+        """Check and open everything; ``decided`` gets the outcome, now or later. Closes ``fds``.
+
+        ``tenants``: Who is there already, for the text of a refusal.
+        """
         arena_bytes = attach.arena_bytes
         inodes = {inode(fd) for fd in fds[1:]}
         try:
-            self._check(attach, fds, inodes)
+            self._check(attach, fds, inodes, tenants)
         except (Inadmissible, BadArena, OSError) as error:
             close_fds(fds)
             decided(error)
@@ -105,7 +113,13 @@ class Admission:
         self._ram.release(arena_bytes)
         self._held -= {file.scratch.inode for file in files}
 
-    def _check(self, attach: Attach, fds: Sequence[int], inodes: set[Inode]) -> None:
+    def _check(
+        self,
+        attach: Attach,
+        fds: Sequence[int],
+        inodes: set[Inode],
+        tenants: Iterable[Tenant],
+    ) -> None:
         """What can be checked at once; reserves the memory."""
         if not fds or (attach.resume and len(fds) < 2) or (not attach.resume and len(fds) != 1):
             raise Inadmissible(f"an attach with {len(fds)} fds: a fault of the client")
@@ -118,12 +132,35 @@ class Admission:
         if len(inodes) != len(fds) - 1 or self.holds(inodes):
             raise Inadmissible("another client has its scratch files: a fault of the client")
         if not self._ram.reserve(attach.arena_bytes):
-            raise Inadmissible(
-                f"an arena of {format_size(attach.arena_bytes)} is over what is left of the "
-                f"daemon's memory budget: {format_size(self._ram.free_bytes)} of "
-                f"{format_size(self._ram.limit_bytes)}; ask for a smaller arena (DISCOD_ARENA), or "
-                "start the daemon with a larger --ram (DISCOD_RAM)"
+            raise Inadmissible(self._over_budget(attach.arena_bytes, tenants))
+
+    def _over_budget(self, arena_bytes: int, tenants: Iterable[Tenant]) -> str:
+        """Why there is no memory for such an arena, who has it, and what can be done."""
+        least = " (the least there is)" if arena_bytes <= LEAST_ARENA_BYTES else ""
+        text = (
+            f"an arena of {format_size(arena_bytes)}{least} is over what is left of the daemon's "
+            f"memory budget: {format_size(self._ram.free_bytes)} of "
+            f"{format_size(self._ram.limit_bytes)}"
+        )
+        held = [(tenant.arena_bytes, tenant.who.pid) for tenant in tenants]
+        if held:
+            count = f"{len(held)} clients hold" if len(held) > 1 else "1 client holds"
+            largest_bytes, pid = max(held)
+            text += (
+                f". {count} {format_size(sum(size for size, _ in held))}, the most by pid {pid} "
+                f"({format_size(largest_bytes)}; 'discod status' shows all)"
             )
+        remedies = []
+        if self._ram.free_bytes >= LEAST_ARENA_BYTES:
+            remedies.append("ask for a smaller arena")
+        if held:
+            remedies.append("give those smaller ones")
+        if remedies:
+            remedies[-1] += " (DISCOD_ARENA, connect(arena=))"
+        if held:
+            remedies.append("end them")
+        remedies.append("restart the daemon with a larger --ram (DISCOD_RAM)")
+        return f"{text}; {', or '.join(remedies)}"
 
     def _open(self, attach: Attach, fds: Sequence[int]) -> Admitted:
         admitted = Admitted(Mapping(fds[0], attach.arena_bytes))

@@ -11,7 +11,13 @@ import click
 
 from discod import __version__
 from discod.checksum import Mode
-from discod.config import DEFAULT_CHUNK_BYTES, DEFAULT_THREADS, DISK_SHARE, RAM_SHARE
+from discod.config import (
+    DEFAULT_CHUNK_BYTES,
+    DEFAULT_THREADS,
+    DISK_SHARE,
+    FIRST_CLIENT_SECONDS,
+    RAM_SHARE,
+)
 from discod.exits import Exit
 from discod.logs import LEVELS
 from discod.wire.paths import SocketPathTooLong, default_socket_dir
@@ -106,7 +112,8 @@ _socket_dir = click.option(
     default=0.0,
     envvar="DISCOD_EXIT_IDLE",
     metavar="SECONDS",
-    help="Exit after so long without a client; 0: never.  [default: 0]",
+    help="Exit after so long without a client, and not before the first one has had "
+    f"{FIRST_CLIENT_SECONDS:.0f} s to come; 0: never.  [default: 0]",
 )
 @click.version_option(__version__, prog_name="discod")
 @click.pass_context

@@ -180,7 +180,8 @@ class Clients:
 
     def _admit(self, handshake: Handshake, attach: Attach, fds: list[int]) -> None:
         if handshake.open:
-            self._admission.admit(attach, fds, partial(self._decided, handshake, attach))
+            decided = partial(self._decided, handshake, attach)
+            self._admission.admit(attach, fds, self.tenants, decided)
         else:
             close_fds(fds)
 

@@ -15,6 +15,9 @@ RAM_SHARE = 0.5
 DISK_SHARE = 0.9
 """Of the space free at start: a file system that is quite full gets slow, and others use it."""
 
+FIRST_CLIENT_SECONDS = 30.0
+"""With ``--exit-idle``: the trainer that started the daemon is given this long to come."""
+
 DEFAULT_THREADS = 4
 DEFAULT_CHUNK_BYTES = 8 << 20
 MAX_THREADS = 256
@@ -41,7 +44,8 @@ class Config:
         chunk_bytes: Most bytes that one thread transfers at a time.
         checksum: What is checksummed.
         log_level: As :mod:`logging` names it, in lower case.
-        exit_idle_seconds: Exit after so long without a client; 0: never.
+        exit_idle_seconds: Exit after so long without a client; 0: never. Before the first one,
+            after ``FIRST_CLIENT_SECONDS`` at least.
 
     Raises:
         BadOption: A value is out of range.
@@ -60,10 +64,14 @@ class Config:
     def __post_init__(self) -> None:
         if not self.scratch:
             raise BadOption("no scratch directory: give at least one --scratch DIR")
-        real = [os.path.realpath(path) for path in (*self.scratch, self.socket_dir)]
+        real = [os.path.realpath(path) for path in self.scratch]
         twice = [path for path in real if real.count(path) > 1]
         if twice:
-            raise BadOption(f"{twice[0]} is given twice: --scratch and --socket-dir must differ")
+            raise BadOption(f"--scratch {twice[0]} is given twice: name each directory once")
+        if os.path.realpath(self.socket_dir) in real:
+            raise BadOption(
+                f"{self.socket_dir} is given twice: --scratch and --socket-dir must differ"
+            )
         if not 2 <= self.threads <= MAX_THREADS:
             raise BadOption(
                 f"--threads {self.threads}: there must be at least 2, so that a read never waits "

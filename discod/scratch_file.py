@@ -150,7 +150,7 @@ class ScratchFile:
         return ScratchFull(
             f"scratch {self.directory} has no room for {format_size(more_bytes)} more ({reason}): "
             f"{format_size(quota.used_bytes)} of the quota of {format_size(quota.limit_bytes)} are "
-            f"used, the file system has {format_size(free.f_bavail * free.f_frsize)} free; free "
-            "some space, or raise --disk (DISCOD_DISK)",
+            f"used, and the file system has {format_size(free.f_bavail * free.f_frsize)} free. "
+            "Free some space there, or raise --disk (DISCOD_DISK)",
             code,
         )

@@ -28,7 +28,7 @@ from discod.admission import Admission, Admitted, Device
 from discod.budget import Budget
 from discod.chores import Chores
 from discod.clients import Clients
-from discod.config import Config, default_disk_bytes, default_ram_bytes
+from discod.config import FIRST_CLIENT_SECONDS, Config, default_disk_bytes, default_ram_bytes
 from discod.engine import Engine
 from discod.exits import Exit
 from discod.logs import RateLimited
@@ -65,9 +65,6 @@ DRAIN_SECONDS = 3.0
 """The exit takes 5 s at most; service managers and schedulers send SIGKILL some time later."""
 DROP_SECONDS = 0.5
 """Then, at most, for the pieces that are in flight when what is queued is dropped."""
-
-FIRST_CLIENT_SECONDS = 30.0
-"""With ``--exit-idle``: the trainer that started the daemon is given this long to come."""
 
 _log = logging.getLogger(__name__)
 _foreign = RateLimited(_log)

@@ -14,6 +14,10 @@ def show(status: dict[str, Any]) -> None:
     """Print the status, which is in the form of :func:`discod.status.make_status`."""
     console = Console()
     console.print(f"discod {status['version']}, pid {status['pid']}", highlight=False)
+    for name, what in (("ram", "arenas"), ("disk", "scratch")):
+        used, limit = (format_size(status[f"{name}{part}_bytes"]) for part in ("_used", ""))
+        console.print(f"{what}: {used} taken of {limit} (--{name})", highlight=False)
+    console.print(f"checksums: {status['checksum']}", highlight=False)
     scratch = Table("scratch", "I/O", "used", "free")
     for directory in status["scratch"]:
         scratch.add_row(

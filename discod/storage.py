@@ -125,6 +125,11 @@ class Directory:
     def _unusable(self, error: OSError) -> StartupError:
         reason = f"{error.strerror} (errno {error.errno})"
         match error.errno:
+            case errno.ENOENT if self.path.is_dir():
+                # What /proc and its like say to any new file; "no such directory" would mislead.
+                code = Exit.SCRATCH_UNUSABLE
+                reason = f"its file system takes no files, {reason}"
+                remedy = "choose a directory on a disk with --scratch"
             case errno.ENOENT:
                 code, remedy = Exit.SCRATCH_MISSING, "create it, or correct --scratch"
             case errno.ENOTDIR:

@@ -94,8 +94,9 @@ def connect(
     with _lock:
         if _connection is not None:
             raise UsageError(
-                "this process is attached already (by connect(), or by its first use of discod); "
-                "call connect() before anything else, or close() first"
+                "this process is attached already (by connect(), or by its first use of discod), "
+                "so these settings were not applied; call connect() before anything else, or "
+                "close() first"
             )
         _connection = _attach(
             _socket_dir(socket_dir),

@@ -58,7 +58,7 @@ class Greeting:
         try:
             self.path, self.io_path = socket_paths(socket_dir)
         except SocketPathTooLong as error:
-            raise UsageError(str(error)) from error
+            raise UsageError(str(error)) from None
         self._timeout = timeout
         self._lifeline = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
@@ -119,12 +119,12 @@ class Greeting:
                 "offloaded. Start one with 'discod --scratch DIR --socket-dir "
                 f"{self.path.parent}', or let this process start one with "
                 "connect(scratch=DIR) or DISCOD_SCRATCH=DIR"
-            ) from error
-        except PermissionError as error:
+            ) from None
+        except PermissionError:
             raise SocketForbidden(
                 f"no permission for socket {self.path} (uid {os.geteuid()}): run the trainer as "
                 "the daemon's user, or start a daemon of your own with connect(scratch=DIR)"
-            ) from error
+            ) from None
 
     def _receive_welcome(self) -> Welcome:
         try:

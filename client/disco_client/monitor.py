@@ -94,7 +94,10 @@ class Monitor(Generic[_Dropped]):
                 "thread; set a flag there and call after it. close() is allowed"
             )
         if self._closed:
-            raise HandleReleased("this process has detached from the daemon (close())")
+            raise HandleReleased(
+                "this process has detached from the daemon (close()), and what it had saved by "
+                "then is gone; run every backward that needs it before close()"
+            )
         if me is None and self._torn:  # before the lock, it may be another thread's
             raise UsageError(
                 "an earlier call was interrupted (Ctrl-C?) in the middle of a change, so what is "

@@ -50,6 +50,7 @@ class offload:
         min_bytes: In bytes or as ``"1MiB"``; default that of :func:`disco_client.connect`.
 
     Raises:
+        TypeError: ``model`` is something else: a size, or a function to decorate.
         ValueError: ``min_bytes`` is malformed.
         UnsupportedCall: A transform of ``torch.func`` was called inside: torch does not let them
             run under saved-tensor hooks.
@@ -65,6 +66,12 @@ class offload:
         self, model: torch.nn.Module | None = None, *, min_bytes: int | str | None = None
     ) -> None:
         if model is not None:
+            if not isinstance(model, torch.nn.Module):
+                raise TypeError(
+                    "offload() takes a model (torch.nn.Module) or nothing, not "
+                    f"{type(model).__name__}; give a size as offload(min_bytes=...), and "
+                    "decorate a function with @offload()"
+                )
             remember(model)
         self._min_bytes = None if min_bytes is None else _size(min_bytes)
         self._entered = _Stack()

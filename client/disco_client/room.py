@@ -99,19 +99,19 @@ class Room:
             f"no room for a tensor of {format_size(size_bytes)}: "
             f"{format_size(held.arena.used_bytes)} of the arena's "
             f"{format_size(held.capacity_bytes)} are used and the largest free piece has "
-            f"{format_size(held.arena.largest_free_bytes)}; "
+            f"{format_size(held.arena.largest_free_bytes)}"
         )
         if len(held.dirty):
             return ScratchFull(
-                f"{fact}the scratch is full: {held.full_text}, or give the arena more with "
-                "DISCOD_ARENA or connect(arena=)"
+                f"{fact}. Nor can the disk take any of it: {held.full_text}. Or give the arena "
+                "more with DISCOD_ARENA or connect(arena=)"
             )
         if any(blob.save_error and not blob.pins for blob in held.blobs.values()):
             return ScratchError(
-                f"{fact}every scratch file refuses writes: {held.failed_text}; tensors saved "
+                f"{fact}; every scratch file refuses writes: {held.failed_text}; tensors saved "
                 "before are safe in RAM; give the daemon a --scratch that works"
             )
         return ArenaFull(
-            f"{fact}what is used is held by loaded tensors that are still alive; drop some of "
+            f"{fact}; what is used is held by loaded tensors that are still alive; drop some of "
             "them, or give the arena more with DISCOD_ARENA or connect(arena=)"
         )

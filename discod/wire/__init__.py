@@ -13,6 +13,9 @@ PAGE_BYTES = 4096
 MAX_ARENA_BYTES = 1 << 46
 """64 TiB: above any node's memory, and far below where offset arithmetic could overflow."""
 
+LEAST_ARENA_BYTES = 2 << 20
+"""A huge page: clients round their arenas up to whole ones."""
+
 
 def align_up(size_bytes: int) -> int:
     """``size_bytes`` rounded up to whole pages."""

@@ -152,9 +152,15 @@ def test_memory_budget(start_daemon: Start, tmp_path: Path, raw_client: Connect)
     )
     one = raw_client(daemon, 6 * MIB)
     text = refusal(daemon, 6 * MIB, [make_arena(6 * MIB)])
-    for part in ("6.0 MiB", "4.0 MiB of 10.0 MiB", "DISCOD_ARENA", "--ram"):
+    holder = f"1 client holds 6.0 MiB, the most by pid {os.getpid()} (6.0 MiB;"
+    for part in ("6.0 MiB", "4.0 MiB of 10.0 MiB", holder, "a smaller arena", "DISCOD_ARENA"):
         assert part in text
-    two = raw_client(daemon, 4 * MIB)
+    assert "--ram" in text
+    two = raw_client(daemon, 3 * MIB)
+    text = refusal(daemon, 2 * MIB, [make_arena(2 * MIB)])
+    for part in ("2.0 MiB (the least there is)", "2 clients hold 9.0 MiB", "end them", "--ram"):
+        assert part in text
+    assert "ask for a smaller arena" not in text, "there is none"
     one.close()
     two.close()
     eventually(lambda: daemon.status()["ram_used_bytes"] == 0)

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from discod import __version__
+from discod.config import FIRST_CLIENT_SECONDS
 from discod.exits import Exit
 from discod.wire.paths import ATTACH_SOCKET, IO_SOCKET
+from discod.wire.sizes import format_size
 from tests.helpers.daemon import Daemon, eventually
 from tests.helpers.raw_client import RawClient
 from tests.integration.conftest import privileged_or_skip
@@ -87,6 +89,14 @@ class TestScratch:
         daemon = start_daemon(prefix=["unshare", "-m", "sh", "-c", mount, "sh"], ready=False)
         assert_refuses(daemon, Exit.SCRATCH_READ_ONLY, str(scratch), "errno 30", "writable")
 
+    def test_takes_no_files(self, start_daemon: Start) -> None:
+        """A directory that is there would be said not to be, since /proc answers so."""
+        daemon = start_daemon(scratch=Path("/proc"), ready=False)
+        assert_refuses(
+            daemon, Exit.SCRATCH_UNUSABLE, "/proc", "takes no files", "errno 2", "choose"
+        )
+        assert "create it" not in daemon.log
+
     def test_in_use(self, daemon: Daemon, start_daemon: Start, tmp_path: Path) -> None:
         """Two daemons would divide one disk without knowing of each other."""
         second = start_daemon(socket_dir=tmp_path / "other", ready=False)
@@ -98,7 +108,10 @@ class TestScratch:
         """The same directory twice would be refused with the daemon's own pid as the culprit."""
         daemon = start_daemon(scratch=[scratch, scratch / ".." / "scratch"], ready=False)
         assert daemon.wait() == Exit.USAGE
-        assert "given twice" in daemon.log
+        said = " ".join(daemon.log.split())
+        assert f"--scratch {scratch} is given twice" in said
+        assert "name each directory once" in said
+        assert "--socket-dir" not in said
 
 
 class TestSocketDir:
@@ -158,7 +171,7 @@ class TestSocketDir:
         """The daemon would say that it itself holds the lock."""
         daemon = start_daemon(socket_dir=scratch, ready=False)
         assert daemon.wait() == Exit.USAGE
-        assert "given twice" in daemon.log
+        assert "--scratch and --socket-dir must differ" in " ".join(daemon.log.split())
 
 
 class TestOptions:
@@ -221,6 +234,7 @@ class TestOptions:
             "--exit-idle",
             "--version",
         }
+        assert f"{FIRST_CLIENT_SECONDS:.0f} s" in text
 
 
 class TestManners:
@@ -319,10 +333,21 @@ class TestStatus:
 
     def test_table(self, daemon: Daemon, raw_client: Connect) -> None:
         """People would see JSON, or nothing."""
-        client = raw_client(daemon)
+        client = raw_client(daemon, 8 << 20)
         result = discod("status", DISCOD_SOCKET_DIR=str(daemon.socket_dir), COLUMNS="200")
         assert result.returncode == 0
-        for part in (str(daemon.pid), "O_DIRECT", str(daemon.scratch), str(os.getpid())):
+        status = daemon.status()
+        assert status["ram_used_bytes"] == 8 << 20
+        ram, disk = (format_size(status[name]) for name in ("ram_bytes", "disk_bytes"))
+        for part in (
+            str(daemon.pid),
+            f"arenas: 8.0 MiB taken of {ram} (--ram)",
+            f"scratch: 0 B taken of {disk} (--disk)",
+            "checksums: sampled",
+            "O_DIRECT",
+            str(daemon.scratch),
+            str(os.getpid()),
+        ):
             assert part in result.stdout
         client.close()
 

@@ -11,16 +11,22 @@ from tests.helpers.daemon import Daemon
 README = Path(__file__).parents[2] / "README.md"
 
 
-def test_readme_snippet_trains(daemon: Daemon) -> None:
-    """Else the first lines that a user copies would fail, or would offload nothing."""
-    (snippet,) = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+def test_readme_snippet_trains(daemon: Daemon, tmp_path: Path) -> None:
+    """Else the first lines that a user copies would fail, or print what the README does not say."""
+    readme = README.read_text()
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    (arena,) = re.findall(r"^DISCOD_ARENA=(\w+) python train\.py$", readme, re.MULTILINE)
+    (tmp_path / "train.py").write_text(snippet)
     result = subprocess.run(
-        [sys.executable, "-c", snippet],
-        env=os.environ | {"DISCOD_SOCKET_DIR": str(daemon.socket_dir), "DISCOD_ARENA": "64MiB"},
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"DISCOD_SOCKET_DIR": str(daemon.socket_dir), "DISCOD_ARENA": arena},
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert f"saved_bytes={8 * 4096 * 1024 * 4}" in result.stdout
+    (shown,) = re.findall(r"^    (Counters\(.*), \.\.\.\)$", readme, re.MULTILINE)
+    assert result.stdout.startswith(shown)
+    assert f"saved_bytes={8 * 4096 * 1024 * 4}" in shown

@@ -188,8 +188,11 @@ def test_scratch_full(
     attach_to(daemon, arena="4MiB")
     manager = disco_client.DiskOffloadManager()
     handles: list[Any] = []
-    with pytest.raises(disco_client.ScratchFull, match=r"--disk"):
+    with pytest.raises(disco_client.ScratchFull, match=r"--disk") as caught:
         handles.extend(manager.save_tensor(torch.full((1 << 18,), float(i))) for i in range(16))
+    sentences = str(caught.value).split(". ")
+    assert len(sentences) == 4, "in one sentence nobody finds what to set"
+    assert str(short_dir) in sentences[1]
     assert 4 <= len(handles) < 16
     for i in reversed(range(len(handles))):
         assert torch.equal(manager.load_tensor(handles[i]), torch.full((1 << 18,), float(i)))

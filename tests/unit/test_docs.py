@@ -4,15 +4,18 @@ import importlib.util
 import inspect
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
+from torch.distributed.run import parse_args as parse_torchrun
 
 import disco_client
 import discod
 from disco_client import environment
+from disco_client.__main__ import command as disco_client_command
 from discod.cli import main
 from discod.exits import Exit
 
@@ -23,8 +26,6 @@ DOCUMENTS = sorted(
     for directory in (".", "docs", "docs/frameworks", "systemd", "docker")
     for path in (ROOT / directory).glob("*.md")
 )
-PROGRAMS = {"pip", "python", "torchrun"}
-"""Of others: that they exist is not ours to test."""
 
 
 def commands() -> list[click.Command]:
@@ -99,14 +100,35 @@ def test_exit_codes_are_documented() -> None:
 @pytest.mark.parametrize("line", shell_lines(README))
 def test_readme_command_exists(line: str) -> None:
     """Else the first thing that a reader types fails."""
-    words = [word for word in shlex.split(line) if not re.match(r"[A-Z_]+=", word)]
-    program, arguments = words[0], words[1:]
-    if program == "make":
-        check_make_targets(arguments)
-    elif program == "discod":
-        main.make_context("discod", arguments)
-    else:
-        assert program in PROGRAMS
+    for part in line.split(" && "):
+        words = [word for word in shlex.split(part) if not re.match(r"[A-Z_]+=", word)]
+        check_command(words[0], words[1:])
+
+
+def check_command(program: str, arguments: list[str]) -> None:
+    """``program`` is one that we know, and takes ``arguments``; nothing is run."""
+    match program, arguments:
+        case "make", targets:
+            check_make_targets(targets)
+        case "discod", _:
+            main.make_context("discod", arguments)
+        case "torchrun", _:
+            assert parse_torchrun(arguments).training_script == "train.py"
+        case "pip", ["install", what]:
+            pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+            extras = re.findall(r"\[(\w+)\]", what)
+            assert set(extras) <= set(pyproject["project"]["optional-dependencies"])
+        case "python", ["-m", "disco_client", *rest]:
+            disco_client_command.make_context("disco_client", rest)
+        case "python3", ["-m", "venv", _]:
+            pass
+        case "python", [script]:
+            assert f"as `{script}`" in README
+        case ".", [script]:
+            made = re.findall(r"-m venv (\S+)", README)
+            assert script in [f"{directory}/bin/activate" for directory in made]
+        case _:
+            pytest.fail(f"{program} is no program that this test knows")
 
 
 def test_commands_in_the_text_exist() -> None:

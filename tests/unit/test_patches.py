@@ -138,7 +138,7 @@ def test_proof_names_sizes_and_kinds(caplog: pytest.LogCaptureFixture) -> None:
     tally.unsupported.add("Float9Tensor")
     proof.check()
     (record,) = caplog.records
-    for part in ("4.0 KiB", "min_bytes is 1.0 MiB", "Float9Tensor"):
+    for part in ("4.0 KiB", "min_bytes is 1.0 MiB", "DISCOD_MIN_BYTES", "Float9Tensor"):
         assert part in record.message
     proof.begin()
     tally.calls += 1

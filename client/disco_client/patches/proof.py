@@ -71,7 +71,8 @@ class Proof:
             reasons.append(
                 f"the largest tensor that was to be saved has "
                 f"{format_size(tally.largest_small_bytes)}, and min_bytes is "
-                f"{format_size(tally.its_min_bytes)}"
+                f"{format_size(tally.its_min_bytes)}: lower that (DISCOD_MIN_BYTES, or min_bytes= "
+                "of connect() or of offload(), whichever sets it)"
             )
         if tally.unsupported:
             kinds = ", ".join(sorted(tally.unsupported))

@@ -461,7 +461,7 @@ def test_one_block_used_again_nested_and_after_an_error() -> None:
 
 
 def test_block_limits() -> None:
-    """min_bytes is per block, and a malformed one is named at once."""
+    """min_bytes is per block; a malformed one, or one in the model's place, is named at once."""
     x = leaf()
     with disco_client.offload(min_bytes="1MiB"):
         torch.sin(x * 1.0).sum().backward()
@@ -471,3 +471,6 @@ def test_block_limits() -> None:
     assert disco_client.stats().saved_blobs == 1
     with pytest.raises(ValueError, match="min_bytes"):
         disco_client.offload(min_bytes="much")
+    size: Any = 5
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module.*min_bytes="):
+        disco_client.offload(size)
