@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"discod": ROOT / "discod", "disco_client": ROOT / "client" / "disco_client"}
 
-SHARED = ("discod.wire", "discod.__version__")
+SHARED = ("discod.wire", "discod.__version__", "discod.cuda_driver")
 """All that the client may import of the daemon's package."""
 
 
@@ -32,6 +32,7 @@ class Rule(NamedTuple):
 RULES = (
     Rule(("discod",), ("torch", "disco_client"), "the daemon knows neither torch nor the client"),
     Rule(("discod.wire",), ("discod",), "the wire knows nothing of the daemon", SHARED),
+    Rule(("discod.cuda_driver",), ("discod",), "the CUDA driver knows nothing of the daemon"),
     Rule(("disco_client",), ("discod",), "the client shares only the wire", SHARED),
     Rule(
         ("discod", "disco_client"),
@@ -44,6 +45,19 @@ RULES = (
         ("torch.cuda",),
         "CUDA has a module of its own",
         exempt=("disco_client.cuda",),
+    ),
+    Rule(
+        ("discod", "disco_client"),
+        ("discod.cuda_driver",),
+        "only the GPU process and the client's CUDA modules touch the driver",
+        exempt=(
+            "discod.gpu",
+            "discod.gpu_client",
+            "discod.gpu_arena",
+            "disco_client.cuda",
+            "disco_client.pinning",
+            "disco_client.ipc",
+        ),
     ),
     Rule(
         (
@@ -116,6 +130,9 @@ def test_imports_go_one_way() -> None:
         ("disco_client.arena", "from discod import storage"),
         ("disco_client.arena", "import torch.cuda"),
         ("disco_client.residency", "import os.path"),
+        ("discod.cuda_driver", "from discod import storage"),
+        ("discod.gpus", "from discod import cuda_driver"),
+        ("discod.wire.codec", "from discod.cuda_driver import load"),
     ],
 )
 def test_every_rule_bites(module: str, source: str) -> None:
