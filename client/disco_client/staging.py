@@ -121,7 +121,7 @@ class Staging:
                 blob, departure = copies.popleft()
                 any_landed = True
                 self._leaving_bytes[device] -= departure.nbytes
-                filled = self._residency.filled(blob, spoilt=departure.changed())
+                filled = self._residency.filled(blob, spoilt=departure.spoilt)
                 self._transfers.carry_out(filled)
                 if blob not in self._newest:
                     self._let_go(blob)
@@ -142,7 +142,7 @@ class Staging:
     def find(self, blob: int, device: torch.device) -> Arrival | Departure | None:
         """What ``device`` has of ``blob``, unchanged, for a load. A copy ahead is handed over."""
         source = self._sources.get(blob)
-        if source is not None and source.device == device and not source.changed():
+        if source is not None and source.device == device and not source.changed:
             return source
         arrival = self._ahead.get(blob)
         if arrival is None or arrival.device != device:

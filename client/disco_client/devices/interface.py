@@ -66,22 +66,42 @@ class _Copy:
 
 
 class Departure(_Copy):
-    """A copy to the arena, and its source, which it keeps alive."""
+    """A copy to the arena, and its source, which it keeps alive.
 
-    def __init__(self, flat: torch.Tensor, ticket: Ticket) -> None:
+    Args:
+        flat: The source.
+        ticket: Tells when the copy has landed.
+        ready: Tells when the source has its value.
+        exact: Whether what changes the source from now on comes after the copy.
+    """
+
+    def __init__(
+        self, flat: torch.Tensor, ticket: Ticket, ready: Ticket, *, exact: bool = False
+    ) -> None:
         self._before = _condition(flat)
+        self._ready = ready
+        self._exact = exact
         super().__init__(flat, ticket)
 
+    @property
     def changed(self) -> bool:
-        """Whether the source was written to, or its memory freed, since the copy was started."""
+        """Whether the source was written to, or its memory given away, since the copy began."""
         return _condition(self.flat) != self._before
 
+    @property
+    def spoilt(self) -> bool:
+        """Whether such a change may have come before the copy."""
+        return self.changed and not self._exact
+
     def join(self) -> None:
-        """Nothing: the source was there before."""
+        """Let the calling thread's stream use the source."""
+        self._ready.join(self.flat)
 
     def settle(self) -> None:
-        """Let the calling thread's stream go on after the copy: the source may then be changed."""
-        self._ticket.join(self.flat)
+        """Let the calling thread's stream change the source from now on: it waits for the copy."""
+        if not self._exact:
+            self._ticket.join(self.flat)
+            self._exact = True
 
 
 class Arrival(_Copy):

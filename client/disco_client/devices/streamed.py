@@ -39,11 +39,13 @@ class Streamed:
     def stage_out(self, flat: torch.Tensor, slot: int) -> Departure:
         """As :meth:`interface.Device.stage_out`."""
         stream = self._side_stream(flat.device, "out")
+        origin = self._module.current_stream(flat.device)
         try:
-            stream.wait_stream(self._module.current_stream(flat.device))
+            ready = StreamTicket(self._module, origin.record_event(), origin)
+            stream.wait_event(ready.event)
             for start, end in self._parts(slot, slot + flat.nbytes):
                 self._copy(stream, self._memory(start, end), flat[start - slot : end - slot])
-            return Departure(flat, StreamTicket(self._module, stream.record_event()))
+            return Departure(flat, StreamTicket(self._module, stream.record_event()), ready)
         except BaseException:
             stream.synchronize()
             raise
@@ -101,31 +103,31 @@ class Streamed:
 
 
 class StreamTicket:
-    """The end of a copy on a stream. See :class:`interface.Ticket`.
+    """The end of what was on a stream by now. See :class:`interface.Ticket`.
 
     Args:
         module: As for :class:`Streamed`.
-        event: Recorded after the copy.
-        origin: The stream that the memory was allocated on, when the copy is into it.
+        event: Recorded there.
+        origin: The stream that the memory belongs to, where it is lent to another by a join.
     """
 
     def __init__(self, module: Any, event: Any, origin: Any = None) -> None:
         self._module = module
-        self._event = event
+        self.event = event
         self._origin = origin
 
     def done(self) -> bool:
         """As :meth:`interface.Ticket.done`."""
-        return bool(self._event.query())
+        return bool(self.event.query())
 
     def wait(self) -> None:
         """As :meth:`interface.Ticket.wait`."""
-        self._event.synchronize()
+        self.event.synchronize()
 
     def join(self, flat: torch.Tensor) -> None:
         """As :meth:`interface.Ticket.join`."""
         current = self._module.current_stream(flat.device)
-        current.wait_event(self._event)
+        current.wait_event(self.event)
         if self._origin is not None and current != self._origin:
             # Allocated on one stream and used on another: the allocator has to know of both.
             flat.record_stream(current)
