@@ -51,12 +51,21 @@ def _check_strs(value: object) -> bool:
     )
 
 
+def _check_many_bytes(value: object) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) <= MAX_LIST_ITEMS
+        and all(_check_bytes(v) for v in value)
+    )
+
+
 _CHECKS: dict[Any, Callable[[object], bool]] = {
     int: _check_int,
     str: _check_str,
     bytes: _check_bytes,
     bool: _check_bool,
     tuple[str, ...]: _check_strs,
+    tuple[bytes, ...]: _check_many_bytes,
 }
 
 _VERB_IDS = {cls: verb for verb, cls in VERBS.items()}

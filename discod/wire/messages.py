@@ -34,6 +34,8 @@ class Failure(StrEnum):
     """What was read does not have the checksum that was taken when it was written."""
     REFUSED = "refused"
     """Out of bounds, an old epoch, or malformed: a fault of the sender."""
+    GPU = "gpu"
+    """No GPU process could do it. The client has the bytes, and can copy them itself."""
 
 
 # The attach conversation.
@@ -179,6 +181,63 @@ class Ping:
     epoch: int
 
 
+# The I/O conversation: device rings. Lengths are exact bytes; offsets and slots are whole pages.
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRing:
+    """Have the GPU ``uuid`` (16 bytes) copy to and from a ring of GPU memory of the client's.
+
+    ``handle``: its CUDA IPC handle; ``events``: those of interprocess events, numbered from 0.
+    ``ring`` is the client's own number for it.
+    """
+
+    seq: int
+    epoch: int
+    ring: int
+    uuid: bytes
+    handle: bytes
+    ring_bytes: int
+    events: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseRing:
+    """Let go of the ring. Answered when no process but the client has it open any more.
+
+    An unknown ring is no error.
+    """
+
+    seq: int
+    epoch: int
+    ring: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOut:
+    """Copy from the ring to the arena, after what ``event`` was last recorded for."""
+
+    seq: int
+    epoch: int
+    ring: int
+    offset: int
+    slot: int
+    length: int
+    event: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyIn:
+    """Copy from the arena to the ring."""
+
+    seq: int
+    epoch: int
+    ring: int
+    offset: int
+    slot: int
+    length: int
+
+
 # The I/O conversation: replies.
 
 
@@ -202,7 +261,7 @@ class Failed:
     text: str
 
 
-Request = Write | Read | Promote | Cancel | Trim | Ping
+Request = Write | Read | Promote | Cancel | Trim | Ping | OpenRing | CloseRing | CopyOut | CopyIn
 Reply = Done | Failed
 Message = (
     Hello | Welcome | Attach | Attached | Refused | StatusRequest | StatusReply | Request | Reply
@@ -222,6 +281,10 @@ VERBS: dict[int, type[Message]] = {
     19: Cancel,
     20: Trim,
     21: Ping,
+    22: OpenRing,
+    23: CloseRing,
+    24: CopyOut,
+    25: CopyIn,
     32: Done,
     33: Failed,
 }

@@ -26,6 +26,7 @@ FIELDS = {
     bytes: st.binary(max_size=MAX_BYTES_FIELD),
     bool: st.booleans(),
     tuple[str, ...]: st.lists(st.text(max_size=50), max_size=10).map(tuple),
+    tuple[bytes, ...]: st.lists(st.binary(max_size=MAX_BYTES_FIELD), max_size=10).map(tuple),
 }
 MESSAGES = st.one_of(
     [
@@ -144,6 +145,10 @@ def test_verb_ids_never_change() -> None:
         19: "Cancel",
         20: "Trim",
         21: "Ping",
+        22: "OpenRing",
+        23: "CloseRing",
+        24: "CopyOut",
+        25: "CopyIn",
         32: "Done",
         33: "Failed",
     }
