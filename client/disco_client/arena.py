@@ -53,6 +53,11 @@ class Arena:
     Raises:
         ArenaFull: The memfd cannot be made or mapped at that size.
 
+    Attributes:
+        address: Where it is mapped.
+        backed_bytes: How much has memory behind it, from its start.
+        step_bytes: How much is backed at a time.
+
     Notes:
         Views keep the mapping alive: :meth:`close` drops the fd and this object's own view, and
         the memory is unmapped when the last view of it is gone.
@@ -64,7 +69,7 @@ class Arena:
         try:
             os.ftruncate(self.fd, self.size_bytes)
             fcntl.fcntl(self.fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
-            self._address, whole = _map_aligned(self.fd, self.size_bytes)
+            self.address, whole = _map_aligned(self.fd, self.size_bytes)
         except OSError as error:
             os.close(self.fd)
             raise ArenaFull(
@@ -72,7 +77,8 @@ class Arena:
                 "set a smaller one (DISCOD_ARENA or connect(arena=...))"
             ) from error
         self.view = memoryview(whole).cast("B")
-        self._backed_bytes = 0
+        self.backed_bytes = 0
+        self.step_bytes = BACKING_STEP_BYTES
         self._collapse = True
 
     def back(self, end_bytes: int) -> None:
@@ -81,9 +87,9 @@ class Arena:
         Raises:
             ArenaFull: The node has no memory for it; what was backed before stays usable.
         """
-        while self._backed_bytes < end_bytes:
-            start = self._backed_bytes
-            length = min(BACKING_STEP_BYTES, self.size_bytes - start)
+        while self.backed_bytes < end_bytes:
+            start = self.backed_bytes
+            length = min(self.step_bytes, self.size_bytes - start)
             try:
                 os.posix_fallocate(self.fd, start, length)
             except OSError as error:
@@ -93,12 +99,12 @@ class Arena:
                     f"{format_size(self.size_bytes)} are backed; set a smaller arena "
                     "(DISCOD_ARENA or connect(arena=...))"
                 ) from error
-            if self._collapse and _libc.madvise(self._address + start, length, _MADV_COLLAPSE):
+            if self._collapse and _libc.madvise(self.address + start, length, _MADV_COLLAPSE):
                 # Older kernels, or no huge page free: 4 KiB pages work, at 0.7 of the disk's rate.
                 self._collapse = False
                 reason = os.strerror(ctypes.get_errno())
                 _log.info("the arena stays in 4 KiB pages (madvise: %s)", reason)
-            self._backed_bytes = start + length
+            self.backed_bytes = start + length
 
     def close(self) -> None:
         """Close the fd and drop the view; idempotent."""

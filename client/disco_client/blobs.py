@@ -31,7 +31,7 @@ class State(StrEnum):
     READING = "reading"
     """On disk, with a slot and a read in flight."""
     LOST = "lost"
-    """Nowhere: a borrower changed the only copy."""
+    """Nowhere: the only copy was changed, by a borrower or as it was made."""
     FREED = "freed"
     """The handle is gone; I/O in flight or loans may still hold slot and extents."""
 
@@ -52,7 +52,7 @@ LEGAL_MOVES: dict[tuple[State, State], str] = {
     (State.DISK, State.READING): "its read started",
     (State.READING, State.CLEAN): "its read completed",
     (State.READING, State.DISK): "its read failed or was cancelled",
-    (State.DIRTY, State.LOST): "a borrower changed the only copy",
+    (State.DIRTY, State.LOST): "the only copy was changed, by a borrower or as it was made",
     (State.CLEAN, State.LOST): "a borrower changed it while it was being written",
     (State.FILLING, State.FREED): "the copy failed, or the handle is gone",
     (State.DIRTY, State.FREED): "the handle is gone",
@@ -79,18 +79,26 @@ class Group:
             0 for no prefetch, None for no limit but the arena.
         max_writes: Most writes in flight, at least 1; further ones wait, farthest next use first.
             None for no limit.
+        to_device: Whether blobs that were saved from a device are brought back to it before they
+            are asked for.
 
     Raises:
         ValueError: A limit is below its least value.
     """
 
-    def __init__(self, max_prefetch: int | None = None, max_writes: int | None = None) -> None:
+    def __init__(
+        self,
+        max_prefetch: int | None = None,
+        max_writes: int | None = None,
+        to_device: bool = True,
+    ) -> None:
         if max_prefetch is not None and max_prefetch < 0:
             raise ValueError(f"max_prefetch is {max_prefetch}; it must be at least 0")
         if max_writes is not None and max_writes < 1:
             raise ValueError(f"max_writes is {max_writes}; it must be at least 1")
         self.max_prefetch = max_prefetch
         self.max_writes = max_writes
+        self.to_device = to_device
 
 
 class Members:
@@ -154,6 +162,12 @@ class Blob:
     """The RAM copy was changed by a borrower; the disk copy is good."""
     lost: bool = False
     """The only copy was changed by a borrower; LOST follows when nothing uses it any more."""
+    spoilt: bool = False
+    """The source was changed while it was being copied; LOST follows with the landing."""
+    on_device: bool = False
+    """A device has got its bytes back ahead of the load, which will need neither slot nor disk."""
+    listed: bool = False
+    """In :class:`disco_client.ahead.Ahead`."""
     bad_files: frozenset[int] = frozenset()
     """Scratch files on which its write failed."""
     save_error: ScratchError | None = None

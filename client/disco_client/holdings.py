@@ -4,6 +4,7 @@
 make, and when, is decided in ``residency.py``.
 """
 
+from disco_client.ahead import Ahead
 from disco_client.blobs import Blob, Group, Io, Members, Ranking, State
 from disco_client.errors import ScratchError
 from disco_client.extents import ExtentAllocator, ScratchSpace
@@ -32,6 +33,8 @@ class Holdings:
         """What can be evicted: CLEAN, not on loan, not waited for."""
         self.dirty = Ranking(farthest_first=True)
         """What can be written: DIRTY, not on loan, not refused by every file."""
+        self.ahead = Ahead(order)
+        """What devices may want back before it is asked for."""
         self.waiting: dict[int, Blob] = {}
         """Blobs whose load must be called again; no ranking has them."""
         self.leaving_bytes = 0
@@ -67,6 +70,7 @@ class Holdings:
 
     def settle_all(self) -> None:
         """Rank every blob anew: the order of the cycle has changed."""
+        self.ahead.rank_all()
         for ranking in (self.clean, self.dirty):
             for blob in ranking:
                 self.settle(blob)
@@ -76,7 +80,8 @@ class Holdings:
 
     def next_use(self, blob: Blob) -> int:
         """A number that is the greater the later the blob is needed."""
-        return self._order.next_use(blob.index, blob.used)
+        needless = blob.used or (blob.on_device and blob.state is State.CLEAN)
+        return self._order.next_use(blob.index, needless)
 
     def leave(self, members: Members) -> None:
         """Forget the members of a group of which nothing is left."""
@@ -103,7 +108,7 @@ class Holdings:
                 return blob.members.wanted
             case State.DIRTY if blob.save_error is None:
                 return self.dirty
-            case State.DISK if not blob.used and blob.read_error is None:
+            case State.DISK if not (blob.used or blob.on_device or blob.read_error):
                 return blob.members.on_disk
         return None
 

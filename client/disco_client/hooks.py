@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from disco_client.buffers import is_buffer
 from disco_client.packed import Constant, Kept, Offloaded, Packed, Recast, Wrapped
 from disco_client.residency import Group
-from disco_client.session import Session
 from disco_client.sharing import Sharing
+from disco_client.store import Store
 from disco_client.tally import tally
 from disco_client.tensors import describe, is_supported
 
@@ -29,16 +29,16 @@ _warned_types: set[type] = set()
 
 
 class Packer:
-    """The pack and unpack hooks of one session.
+    """The pack and unpack hooks of one attachment.
 
     Args:
-        session: Where large tensors go.
+        store: Where large tensors go.
         min_bytes: Smaller tensors stay in memory, unless the caller says otherwise.
     """
 
-    def __init__(self, session: Session, min_bytes: int) -> None:
+    def __init__(self, store: Store, min_bytes: int) -> None:
         self.min_bytes = min_bytes
-        self._sharing = Sharing(session)
+        self._sharing = Sharing(store)
 
     def hooks(
         self,

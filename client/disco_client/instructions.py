@@ -84,6 +84,8 @@ class Counters:
     """Loads of a blob that had left RAM and was back in time, without waiting."""
     prefetch_misses: int = 0
     """Loads that had to wait for a read, counted once each."""
+    device_hits: int = 0
+    """Loads that a device served by itself: it still had the tensor, or had it back already."""
 
     def since(self, earlier: "Counters") -> "Counters":
         """What was counted after ``earlier``."""

@@ -25,6 +25,12 @@ class Loans:
         """Raise :class:`BlobModified` when a borrower has changed what would be lent."""
         fact = f"a tensor of {format_size(blob.size_bytes)} loaded earlier was changed in place"
         remedy = "do not write to loaded tensors, or clone() them first"
+        if blob.spoilt:
+            raise BlobModified(
+                f"a saved tensor of {format_size(blob.size_bytes)} was changed in place, or its "
+                "memory given away, while it was being copied off its device, so its value at the "
+                "save is gone; change it after backward, or clone() it first"
+            )
         if blob.lost:
             raise BlobModified(f"{fact}, and there was no other copy, so it is gone; {remedy}")
         if blob.stale:

@@ -41,8 +41,8 @@ class DiskOffloadManager:
 
     Args:
         prefetch_size: Most blobs read ahead of their loads; 0 switches reading ahead off.
-        prefetch_to_gpu: Accepted for compatibility. Loads to a GPU copy when they are asked for
-            in this release, whatever it says; on the CPU there is nothing to move.
+        prefetch_to_gpu: Whether tensors saved from a GPU are copied back to it before they are
+            asked for, as soon as one is loaded and the next are in RAM.
         save_workers: Most writes in flight at the daemon at a time for this manager.
 
     Raises:
@@ -59,12 +59,17 @@ class DiskOffloadManager:
                 f"save_workers={save_workers} at least 1"
             )
         self.prefetch_to_gpu = prefetch_to_gpu
-        self.group = Group(max_prefetch=prefetch_size, max_writes=save_workers)
+        self.group = Group(
+            max_prefetch=prefetch_size, max_writes=save_workers, to_device=prefetch_to_gpu
+        )
         self._handles: weakref.WeakValueDictionary[str, BlobHandle] = weakref.WeakValueDictionary()
         connection.current()
 
     def save_tensor(self, tensor: torch.Tensor) -> BlobHandle:
         """Save the tensor's present value; it may be changed or freed as soon as this returns.
+
+        On a GPU, what the current stream is given after this waits for the copy, so that it may
+        change the tensor; other streams have to wait for the current one, as for any tensor.
 
         Args:
             tensor: Any strided tensor: every dtype, views, expanded, 0-dim, empty.
@@ -77,7 +82,7 @@ class DiskOffloadManager:
             UnsupportedTensor: Sparse, quantized, meta, or a tensor subclass.
             RoomError: The arena is full and so is the disk; nothing was saved.
         """
-        stored = StoredTensor(connection.current().session, tensor, self.group)
+        stored = StoredTensor(connection.current().store, tensor, self.group, at_once=True)
         handle = BlobHandle(f"discod-{secrets.token_hex(8)}")
         handle._stored = stored
         self._handles[str(handle)] = handle
@@ -93,7 +98,8 @@ class DiskOffloadManager:
             target_device: By default the device it was saved from.
 
         Returns:
-            On the CPU a view of the arena, which stays valid and unchanged for as long as it
+            On a GPU, the saved tensor's own memory where it is still there, else new memory. On the
+            CPU a view of the arena, which stays valid and unchanged for as long as it
             lives. Do not write to it in ways that torch does not count as a change (``.data``,
             numpy, a forked child): a later load of the handle would see it. ``clone()`` it first.
 

@@ -23,12 +23,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from disco_client.errors import DiscodError, HandleReleased, UsageError
 from disco_client.link import Link
+from disco_client.staging import POLL_SECONDS
 
 _Dropped = TypeVar("_Dropped")
+
+
+class Copies(Protocol):
+    """Copies under way (:class:`disco_client.staging.Staging`)."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are any."""
+
+    def settle(self) -> bool:
+        """Take in those that have ended; whether there was any."""
 
 
 class Monitor(Generic[_Dropped]):
@@ -37,15 +49,17 @@ class Monitor(Generic[_Dropped]):
     Args:
         link: Whose answers are taken in, and which is polled while waiting.
         take_drop: Takes in one thing that a finalizer dropped; runs inside of a section.
+        copies: Looked at in each section, and often while waiting.
     """
 
-    def __init__(self, link: Link, take_drop: Callable[[_Dropped], None]) -> None:
+    def __init__(self, link: Link, take_drop: Callable[[_Dropped], None], copies: Copies) -> None:
         self.forked = False
         """Whether this is the copy of a child process, in which nothing works."""
         self.changes = 0
         """Raised with every change that somebody may wait for."""
         self._link = link
         self._take_drop = take_drop
+        self._copies = copies
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._holder: int | None = None
@@ -81,6 +95,10 @@ class Monitor(Generic[_Dropped]):
                 self._holder = None
         self._work_off()
 
+    def tear(self) -> None:
+        """Serve no further call: something goes on that was to have ended."""
+        self._torn = True
+
     def _refuse(self, me: int | None) -> None:
         """Raise when no call can be served; ``me``: the calling thread, not in a section yet."""
         if self.forked:
@@ -105,9 +123,10 @@ class Monitor(Generic[_Dropped]):
             )
 
     def _settle(self) -> None:
-        """Take in every reply and every drop, and tell the waiters when there were any."""
+        """Take in every reply, copy and drop, and tell the waiters when there were any."""
         changed = False
-        while self._link.drain() or self._dropped:
+        copies = self._copies
+        while self._link.drain() or self._dropped or (copies.pending and copies.settle()):
             changed = True
             while self._dropped:
                 self._take_drop(self._dropped.popleft())
@@ -125,6 +144,8 @@ class Monitor(Generic[_Dropped]):
     def pause(self, seen: int, deadline: float | None = None) -> None:
         """Until something may have changed since ``changes`` was ``seen``, or the deadline."""
         timeout = self._link.patience
+        if self._copies.pending:  # of which no fd tells
+            timeout = min(timeout, POLL_SECONDS)
         if deadline is not None:
             timeout = min(timeout, max(0.0, deadline - time.monotonic()))
         me = threading.get_ident()

@@ -6,7 +6,7 @@ No threads, no clock.
 
 ``blobs.py`` has the states, ``holdings.py`` makes the moves and keeps the accounts, ``extents.py``
 finds the bytes, ``plan.py`` knows what is needed when, ``room.py`` makes room, ``reader.py`` reads,
-``loans.py`` lends.
+``loans.py`` lends, ``ahead.py`` knows what a device may want back soon.
 
 *Why nothing is overwritten too early.* Blobs on loan are never moved or written. A slot or extent
 is free only when nothing in flight touches it any more, whatever became of its blob
@@ -77,6 +77,7 @@ class Residency:
         self.read_bytes = 0
         self.prefetch_hits = 0
         self.prefetch_misses = 0
+        self.device_hits = 0
         self.last_cycle = Counters()
         """What the last finished cycle added to the counters."""
         self._cycle_start = Counters()
@@ -131,8 +132,13 @@ class Residency:
         self._largest_bytes = max(self._largest_bytes, size_bytes)
         return blob.id, self._held.take_instructions()
 
-    def filled(self, blob: int) -> list[Instruction]:
+    def filled(self, blob: int, spoilt: bool = False) -> list[Instruction]:
         """The copy into the slot has landed; due also for a blob that was freed meanwhile.
+
+        Args:
+            blob: A blob that is being filled.
+            spoilt: The source was changed before the copy had landed: the blob is kept nowhere,
+                and loading it raises ``BlobModified``.
 
         Raises:
             ValueError: The blob is not being filled.
@@ -144,7 +150,10 @@ class Residency:
             record.move(State.DIRTY)
             self._count_saved(record)
             self._held.settle(record)
-            if self._order.writes_at_once(record.index):
+            if spoilt:
+                record.lost = record.spoilt = True
+                self._held.lose(record)
+            elif self._order.writes_at_once(record.index):
                 self._held.want_write(record)
             elif not self._order.sized and not self._turned:
                 self._room.keep_watermark(self._largest_bytes)
@@ -198,25 +207,30 @@ class Residency:
         """
         record = self._live(blob)
         self._loans.check_unmodified(record)
-        self._turned = True
-        if not record.asked:
-            record.asked = True
-            if self._order.load(record.index):
-                self._held.settle_all()
+        self._ask(record)
         if record.state is State.FILLING:
             return False, []
         if record.state in (State.DISK, State.READING):
             self.prefetch_misses += self._reader.wait_for(record)
             return False, self._held.take_instructions()
-        self._held.drop_want(record)
-        self._held.cancel(record)
-        waited = self._held.waiting.pop(blob, None) is not None
-        if record.prefetched:
-            self.prefetch_hits += not waited
-            self._held.set_prefetched(record, False)
-        record.used = True
+        self._serve(record)
         self._loans.begin(record)
         return True, self._advance()
+
+    def served(self, blob: int) -> list[Instruction]:
+        """As a :meth:`load` that succeeded, by a device that has the bytes: nothing is lent.
+
+        Raises:
+            HandleReleased, BlobModified: As :meth:`load`.
+        """
+        record = self._live(blob)
+        self._loans.check_unmodified(record)
+        self._ask(record)
+        self._serve(record)
+        record.on_device = False
+        self.device_hits += 1
+        self._held.settle(record)
+        return self._advance()
 
     def lend_resident(self, blob: int) -> bool:
         """True: the data is in RAM and on loan until :meth:`unpin`; this is no use of the blob.
@@ -229,6 +243,37 @@ class Residency:
         if possible:
             self._loans.begin(record)
         return possible
+
+    # Back to a device ahead of the load
+
+    def list_ahead(self, blob: int) -> None:
+        """The blob's device has no copy of it, and would like one before the load."""
+        record = self._held.blobs.get(blob)
+        if record is not None and record.state is not State.FREED and not record.asked:
+            self._held.ahead.add(record)
+
+    def next_ahead(self) -> int | None:
+        """The listed blob that is needed first, if it is in RAM; None: there is nothing to do."""
+        record = self._held.ahead.first()
+        return record.id if record is not None and self._loans.is_possible(record) else None
+
+    def lend_ahead(self, blob: int) -> None:
+        """What :meth:`next_ahead` gave goes to its device; on loan until :meth:`unpin`."""
+        record = self._live(blob)
+        self._held.ahead.discard(record)
+        record.on_device = True
+        self._loans.begin(record)
+
+    def give_up_ahead(self, blob: int) -> list[Instruction]:
+        """The device needs the memory for something else: the load will need the bytes again."""
+        record = self._held.blobs.get(blob)
+        if record is not None and record.state is not State.FREED:
+            record.on_device = False
+            self.list_ahead(blob)
+            self._held.settle(record)
+        return self._advance()
+
+    # Loans
 
     def unpin(self, blob: int, modified: bool = False) -> list[Instruction]:
         """A loan ended; works on freed blobs too.
@@ -357,6 +402,7 @@ class Residency:
             read_bytes=self.read_bytes,
             prefetch_hits=self.prefetch_hits,
             prefetch_misses=self.prefetch_misses,
+            device_hits=self.device_hits,
         )
 
     def slot(self, blob: int) -> int:
@@ -413,6 +459,25 @@ class Residency:
 
     # Steps
 
+    def _ask(self, blob: Blob) -> None:
+        """A load was called: the first one is an event of the cycle."""
+        self._turned = True
+        self._held.ahead.discard(blob)
+        if not blob.asked:
+            blob.asked = True
+            if self._order.load(blob.index):
+                self._held.settle_all()
+
+    def _serve(self, blob: Blob) -> None:
+        """The bytes are at hand: no I/O that was under way or wanted for the blob is of use."""
+        self._held.drop_want(blob)
+        self._held.cancel(blob)
+        waited = self._held.waiting.pop(blob.id, None) is not None
+        if blob.prefetched:
+            self.prefetch_hits += not waited
+            self._held.set_prefetched(blob, False)
+        blob.used = True
+
     def _count_saved(self, blob: Blob) -> None:
         self.saved_blobs += 1
         self.saved_bytes += blob.size_bytes
@@ -426,6 +491,7 @@ class Residency:
     def _end(self, blob: Blob) -> None:
         """Free a live blob, and end the cycle with the last one."""
         held = self._held
+        held.ahead.discard(blob)
         held.drop_want(blob)
         held.waiting.pop(blob.id, None)
         held.set_prefetched(blob, False)

@@ -3,7 +3,7 @@
 Every change is a section of ``monitor``, which has the lock, the waits, and what finalizers drop.
 Neither user code, nor a copy, nor a wait runs inside of a section.
 
-Knows no torch: :mod:`disco_client.stored` copies tensors in and out.
+Knows bytes: :mod:`disco_client.store` makes tensors of them.
 """
 
 import threading
@@ -11,19 +11,29 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import TypeVar
+
+import torch
 
 from disco_client.arena import Arena
+from disco_client.devices.interface import Arrival, Departure
 from disco_client.errors import (
     ArenaFull,
     BlobModified,
+    BlobTooLarge,
+    RoomError,
+    ScratchError,
 )
 from disco_client.instructions import Counters as Traffic
 from disco_client.link import Link
 from disco_client.monitor import Monitor
 from disco_client.residency import Group, Residency
+from disco_client.staging import POLL_SECONDS, NoUnits, Staging, Units
 from disco_client.stats import Counters, Stats
 from disco_client.transfers import Transfers
 from discod.wire import align_up
+
+_T = TypeVar("_T")
 
 LOAN_WAIT_SECONDS = 10.0
 """How long a call waits for room that other threads' loaded tensors hold, before ``ArenaFull``."""
@@ -33,13 +43,15 @@ class Loan:
     """A blob's bytes, lent to a reader as a view of its slot.
 
     Attributes:
+        slot: Where in the arena.
         changed: Tells whether the borrower changed the bytes in place; set by the reader.
     """
 
-    __slots__ = ("blob", "changed")
+    __slots__ = ("blob", "changed", "slot")
 
-    def __init__(self, blob: int) -> None:
+    def __init__(self, blob: int, slot: int) -> None:
         self.blob = blob
+        self.slot = slot
         self.changed: Callable[[], bool] = lambda: False
 
 
@@ -49,16 +61,26 @@ class Session:
     Args:
         arena: This client's arena.
         link: The attached link.
+        units: The devices that tensors come from; closed with the session.
+        keep_on_device: As :class:`Staging`'s ``keep``.
     """
 
-    def __init__(self, arena: Arena, link: Link) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        link: Link,
+        units: Units | None = None,
+        keep_on_device: int | None = None,
+    ) -> None:
         self.link = link
         self._arena = arena
+        self._units = units or NoUnits()
         self._residency = Residency(arena.size_bytes, files=len(link.directories))
-        self._monitor: Monitor[int | Loan] = Monitor(link, self._take_drop)
+        self._transfers = Transfers(link, self._residency)
+        self._staging = Staging(self._residency, self._transfers, self._units, keep_on_device)
+        self._monitor: Monitor[int | Loan] = Monitor(link, self._take_drop, self._staging)
         self._threads: set[int] = set()
         self._loans: dict[int, list[Loan]] = {}
-        self._transfers = Transfers(link, self._residency)
         self._save_wait_seconds = 0.0
         self._load_wait_seconds = 0.0
         self._cycle_start = (0.0, 0.0)
@@ -67,28 +89,44 @@ class Session:
     # Blobs
 
     def save(
-        self, size_bytes: int, copy_in: Callable[[memoryview], None], group: Group, owner: object
+        self,
+        size_bytes: int,
+        fill: Callable[[int, memoryview], Departure | None],
+        group: Group,
+        owner: object,
+        device: torch.device | None = None,
     ) -> tuple[int, "weakref.finalize[[int | Loan], object]"]:
-        """A new blob of ``size_bytes`` (above 0), filled by ``copy_in``; its id, and its end.
+        """A new blob of ``size_bytes`` (above 0); its id, and its end.
 
         The blob is freed when ``owner`` is collected, or when the finalizer that is returned is
         called. Waits while the arena is full and room is being made.
+
+        Args:
+            size_bytes: Its size.
+            fill: Copies the bytes to an offset in the arena, and the memory that is there. Returns
+                the copy when it has yet to land.
+            group: The owner that it counts for.
+            owner: See above.
+            device: Whose copies are under way until they land; None for the CPU.
 
         Raises:
             RoomError: There is no room and none can be made; nothing was saved.
             DaemonLost: Room could only be made by a daemon that is gone.
         """
-        blob = self._place(align_up(size_bytes), group)
+        blob = self._place(align_up(size_bytes), group, device)
         try:
             slot = self._residency.slot(blob)
-            copy_in(self._arena.view[slot : slot + size_bytes])
+            departure = fill(slot, self._arena.view[slot : slot + size_bytes])
         except BaseException:
             with self._monitor.section():
                 self._transfers.carry_out(self._residency.abandon(blob))
                 self._monitor.tell_waiters()
             raise
         with self._monitor.section(settle=False):
-            self._transfers.carry_out(self._residency.filled(blob))
+            if departure is None:
+                self._transfers.carry_out(self._residency.filled(blob))
+            else:
+                self._staging.depart(blob, departure, group.to_device)
             self._monitor.tell_waiters()
             end = weakref.finalize(owner, self._monitor.drop, blob)
             end.atexit = False
@@ -113,6 +151,49 @@ class Session:
                 self._monitor.pause(seen)
         finally:
             self._load_wait_seconds += wait.seconds
+
+    def at_hand(self, blob: int, device: torch.device) -> Arrival | Departure | None:
+        """What ``device`` itself has of the blob, which counts as a load of it.
+
+        Raises:
+            HandleReleased, BlobModified: As :meth:`load`.
+        """
+        with self._monitor.section():
+            found = self._staging.find(blob, device)
+            if found is not None:
+                self._transfers.carry_out(self._residency.served(blob))
+            return found
+
+    def arrive(self, arrival: Arrival, memory: memoryview) -> None:
+        """A copy of what was loaded was started; it needs ``memory``, the loan, until it landed."""
+        with self._monitor.section(settle=False):
+            self._staging.arrive(arrival, memory)
+
+    def lend_ahead(self) -> tuple[memoryview, Loan, torch.device, int] | None:
+        """What to bring to its device next: bytes and loan, as of a load, device, size.
+
+        The caller answers with :meth:`bring_ahead`, or :meth:`give_up_ahead` of it.
+        """
+        with self._monitor.section(settle=False):
+            wanted = self._staging.next_ahead()
+            if wanted is None:
+                return None
+            blob, device, nbytes = wanted
+            self._residency.lend_ahead(blob)
+            return *self._lend(blob, nbytes), device, nbytes
+
+    def bring_ahead(self, blob: int, arrival: Arrival, memory: memoryview) -> None:
+        """The copy of what :meth:`lend_ahead` gave was started."""
+        with self._monitor.section(settle=False):
+            self._staging.arrive(arrival, memory)
+            self._staging.bring_ahead(blob, arrival)
+
+    def give_up_ahead(self, blob: int | None = None) -> None:
+        """A device has no memory: drop what it has of live blobs. ``blob`` was not copied to it."""
+        with self._monitor.section():
+            self._staging.give_up()
+            if blob is not None:
+                self._transfers.carry_out(self._residency.give_up_ahead(blob))
 
     def peek(self, blob: int, size_bytes: int) -> memoryview | None:
         """The blob's bytes to look at, if they are in RAM now; as :meth:`load`, but no use of it.
@@ -146,6 +227,36 @@ class Session:
                 seen = self._monitor.changes
             self._monitor.pause(seen, deadline)
 
+    def wait_for(self, attempt: Callable[[], _T | None], look: bool = False) -> _T:
+        """The first true value of ``attempt``, which is made in sections, after each change.
+
+        Args:
+            attempt: What to try.
+            look: Try often: what it waits for wakes no one.
+
+        Raises:
+            DaemonLost: The daemon is gone, and so is the hope.
+        """
+        while True:
+            with self._monitor.section():
+                value = attempt()
+                if value:
+                    return value
+                self.link.check(blocked=True)
+                seen = self._monitor.changes
+            self._monitor.pause(seen, time.monotonic() + POLL_SECONDS if look else None)
+
+    def wait_or_tear(self, ended: Callable[[], bool]) -> None:
+        """Until ``ended``, in the face of an error; if that fails, no further call is served.
+
+        For what still writes to a slot that is about to be given to another blob.
+        """
+        try:
+            self.wait_for(ended)
+        except BaseException:
+            self._monitor.tear()
+            raise
+
     def prefetch(self, count: int | None) -> None:
         """Start reading the ``count`` blobs that are needed next, or as many as there is room."""
         with self._monitor.section():
@@ -175,12 +286,14 @@ class Session:
         self._monitor.close(self._detach)
 
     def _detach(self) -> None:
+        self._units.close()
         self.link.close()
         self._arena.close()
 
     def after_fork(self) -> None:
         """In a forked child: this session is the parent's; nothing of it may be touched."""
         self._monitor.forked = True
+        self._staging.abandon()
         self.link.abandon()
 
     # Inside of sections
@@ -195,6 +308,7 @@ class Session:
         else:
             self._transfers.carry_out(self._residency.free(what))
             self._transfers.forget(what)
+            self._staging.forget(what)
             if self._residency.live_blobs == 0:
                 self._end_cycle()
 
@@ -203,24 +317,29 @@ class Session:
         waits = self._save_wait_seconds, self._load_wait_seconds
         self._cycle_waits = waits[0] - self._cycle_start[0], waits[1] - self._cycle_start[1]
         self._cycle_start = waits
+        self._staging.end_cycle()
         self._transfers.trim()
 
     def _lend(self, blob: int, size_bytes: int) -> tuple[memoryview, Loan]:
         slot = self._residency.slot(blob)
         view = self._arena.view[slot : slot + size_bytes]
-        loan = Loan(blob)
+        loan = Loan(blob, slot)
         self._loans.setdefault(blob, []).append(loan)
         weakref.finalize(view, self._monitor.drop, loan).atexit = False
         return view, loan
 
     # Room
 
-    def _place(self, size_bytes: int, group: Group) -> int:
+    def _place(self, size_bytes: int, group: Group, device: torch.device | None) -> int:
         wait = _Wait(self._lenders())
         try:
             while True:
                 with self._monitor.section():
-                    blob = self._try_place(size_bytes, group, wait)
+                    blob = None
+                    if device is None or self._staging.admits(device, size_bytes):
+                        blob = self._try_place(size_bytes, group, wait)
+                    else:
+                        wait.begin()
                     if blob is not None:
                         self._back(blob, size_bytes)
                         return blob
@@ -240,8 +359,8 @@ class Session:
     def _try_place(self, size_bytes: int, group: Group, wait: "_Wait") -> int | None:
         try:
             blob, instructions = self._residency.try_place(size_bytes, group)
-        except ArenaFull:
-            if wait.over:
+        except (RoomError, ScratchError) as error:
+            if not self._may_change(error, wait):
                 raise
             blob, instructions = None, []
         self._transfers.carry_out(instructions)
@@ -257,14 +376,20 @@ class Session:
             )
         try:
             ready, instructions = self._residency.load(blob)
-        except ArenaFull:
-            if wait.over:
+        except RoomError as error:
+            if not self._may_change(error, wait):
                 raise
             ready, instructions = False, []
         self._transfers.carry_out(instructions)
         if not ready:
             wait.begin()
         return ready
+
+    def _may_change(self, error: RoomError | ScratchError, wait: "_Wait") -> bool:
+        """Whether there may be room soon: loans end with copies, and in other threads."""
+        if isinstance(error, BlobTooLarge):
+            return False
+        return self._staging.pending or (isinstance(error, ArenaFull) and not wait.over)
 
     def _lenders(self) -> bool:
         """Whether other threads may hold loans, whose end is worth waiting for."""

@@ -15,7 +15,7 @@ import xxhash
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from disco_client.residency import Group
-from disco_client.session import Session
+from disco_client.store import Store
 from disco_client.stored import StoredTensor
 from disco_client.tensors import Layout, TensorSpec, describe, digest
 
@@ -30,9 +30,9 @@ class SharedTensor(StoredTensor):
     __slots__ = ("_digest", "_made", "_source")
 
     def __init__(
-        self, session: Session, tensor: torch.Tensor, group: Group, spec: TensorSpec, made: bool
+        self, store: Store, tensor: torch.Tensor, group: Group, spec: TensorSpec, made: bool
     ) -> None:
-        super().__init__(session, tensor, group, spec)
+        super().__init__(store, tensor, group, spec)
         self._source = StorageWeakRef(tensor.untyped_storage())
         self._made = made
         self._digest: bytes | None = None
@@ -53,14 +53,14 @@ class SharedTensor(StoredTensor):
 
 
 class Sharing:
-    """The stored tensors of one session, by what they are copies of.
+    """The stored tensors of one attachment, by what they are copies of.
 
     Args:
-        session: Where to keep them.
+        store: Where to keep them.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._stored: weakref.WeakValueDictionary[Hashable, SharedTensor] = (
             weakref.WeakValueDictionary()
         )
@@ -85,7 +85,7 @@ class Sharing:
         key = _identity(tensor, spec), history._version, id(group)
         stored = self._stored.get(key)
         if stored is None or not stored.holds(tensor, spec, made):
-            stored = SharedTensor(self._session, tensor, group, spec, made)
+            stored = SharedTensor(self._store, tensor, group, spec, made)
             self._stored[key] = stored
         return stored, spec
 

@@ -15,7 +15,9 @@ class Counters:
         read_bytes: Read back from the scratch.
         prefetch_hits: Loads of blobs that had left RAM and were back in time.
         prefetch_misses: Loads that had to wait for a read.
-        save_wait_seconds: Time that saves waited for room in the arena.
+        device_hits: Loads of tensors that their GPU still had, or had back in time.
+        save_wait_seconds: Time that saves waited for room in the arena, or for earlier copies off
+            the GPU.
         load_wait_seconds: Time that loads waited for a read, or for room to read into.
     """
 
@@ -26,6 +28,7 @@ class Counters:
     read_bytes: int = 0
     prefetch_hits: int = 0
     prefetch_misses: int = 0
+    device_hits: int = 0
     save_wait_seconds: float = 0.0
     load_wait_seconds: float = 0.0
 

@@ -111,6 +111,22 @@ def copy_in(tensor: torch.Tensor, spec: TensorSpec, memory: memoryview) -> None:
             target.view(core).copy_(source.as_strided(core, spec.stride))
 
 
+def flatten(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The bytes that :func:`copy_in` copies, on the tensor's device: uint8, 1-D, contiguous.
+
+    A view of the tensor, which shares its version counter, or a packed copy where it has gaps.
+    """
+    with torch.no_grad():
+        source = _physical(tensor.detach(), spec)
+        source = source.view(_CARRIERS[source.element_size()])
+        if spec.layout is Layout.SPAN:
+            return source.as_strided((spec.items,), (1,)).view(torch.uint8)
+        core = _core_shape(spec)
+        packed = torch.empty(core, dtype=source.dtype, device=source.device)
+        packed.copy_(source.as_strided(core, spec.stride))
+        return packed.view(-1).view(torch.uint8)
+
+
 def digest(tensor: torch.Tensor, spec: TensorSpec | None = None) -> bytes:
     """128 bits of what :func:`copy_in` copies: equal bytes have equal ones, and no others do.
 

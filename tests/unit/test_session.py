@@ -54,7 +54,7 @@ def test_a_save_that_ends_wakes_the_load_that_waits_for_it(session: Session) -> 
     """Else a thread that loads what another one is copying sleeps for the link's patience."""
     copying, copied = threading.Event(), threading.Event()
 
-    def copy_in(memory: memoryview) -> None:
+    def copy_in(slot: int, memory: memoryview) -> None:
         copying.set()
         assert copied.wait(10)
 
@@ -75,7 +75,7 @@ def test_a_save_that_ends_wakes_the_load_that_waits_for_it(session: Session) -> 
 def test_a_loan_that_outlives_its_blob_ends_no_second_cycle(session: Session) -> None:
     """Else the waits of the last cycle are reported as zero."""
     owner = Owner()
-    blob, end = session.save(MIB, lambda memory: None, Group(), owner)
+    blob, end = session.save(MIB, lambda slot, memory: None, Group(), owner)
     view, _ = session.load(blob, MIB)
     session._load_wait_seconds = 3.0
     end()
@@ -89,7 +89,7 @@ def test_a_loan_that_outlives_its_blob_ends_no_second_cycle(session: Session) ->
 def test_a_copy_that_fails_leaves_nothing(session: Session) -> None:
     """The caller's error comes through, and the slot is free again."""
 
-    def fail(memory: memoryview) -> None:
+    def fail(slot: int, memory: memoryview) -> None:
         raise ValueError("the copy's own error")
 
     for _ in range(4):

@@ -1,0 +1,153 @@
+"""What is asked of a device: copies to and from the arena, which end later than their call.
+
+A device computes on streams, in order and behind the calling thread's back. *Why no copy races*:
+
+1. *Out* of a device begins after all that the calling thread's stream was given before, so that the
+   value is there. Until it has landed, the source is held by :class:`Departure`, so its memory is
+   nobody else's; and the blob is FILLING, so its slot is neither written to disk nor lent nor given
+   to another. A source that was written to meanwhile is noticed by torch's version counter.
+2. *In* begins after all that the calling thread's stream was given before its memory was allocated,
+   since the allocator hands out memory that queued work still uses. Until it has landed, the slot
+   is on loan, and :class:`Arrival` holds the memory. Whoever uses it joins the copy first, and what
+   is queued after that on the same stream, the reuse of the memory included, comes after the copy.
+3. Either object, collected before its copy has ended, waits for that.
+"""
+
+import contextlib
+from typing import Protocol
+
+import torch
+
+
+class Ticket(Protocol):
+    """The end of one copy, as its device tells it."""
+
+    def done(self) -> bool:
+        """Whether the copy has landed. Never waits."""
+
+    def wait(self) -> None:
+        """Until it has landed."""
+
+    def join(self, flat: torch.Tensor) -> None:
+        """Let the calling thread's stream go on after the copy, and use its memory ``flat``."""
+
+
+class _Copy:
+    """A copy under way, and the device's side of it.
+
+    Args:
+        flat: The device's memory: uint8, 1-D.
+        ticket: Tells of its end.
+    """
+
+    _landed = True
+
+    def __init__(self, flat: torch.Tensor, ticket: Ticket) -> None:
+        self.flat = flat
+        self.device = flat.device
+        self.nbytes = flat.nbytes
+        self._ticket = ticket
+        self._landed = False
+
+    def landed(self) -> bool:
+        """Whether it has ended. Never waits."""
+        if not self._landed:
+            self._landed = self._ticket.done()
+        return self._landed
+
+    def abandon(self) -> None:
+        """In a forked child: it is the parent's, and its device is out of reach."""
+        self._landed = True
+
+    def __del__(self) -> None:
+        if not self._landed:
+            with contextlib.suppress(Exception):  # the device has failed, and says so elsewhere
+                self._ticket.wait()
+
+
+class Departure(_Copy):
+    """A copy to the arena, and its source, which it keeps alive.
+
+    Args:
+        flat: The source.
+        ticket: Tells when the copy has landed.
+        ready: Tells when the source has its value.
+        exact: Whether what changes the source from now on comes after the copy.
+    """
+
+    def __init__(
+        self, flat: torch.Tensor, ticket: Ticket, ready: Ticket, *, exact: bool = False
+    ) -> None:
+        self._before = _condition(flat)
+        self._ready = ready
+        self._exact = exact
+        super().__init__(flat, ticket)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the source was written to, or its memory given away, since the copy began."""
+        return _condition(self.flat) != self._before
+
+    @property
+    def spoilt(self) -> bool:
+        """Whether such a change may have come before the copy."""
+        return self.changed and not self._exact
+
+    def join(self) -> None:
+        """Let the calling thread's stream use the source."""
+        self._ready.join(self.flat)
+
+    def settle(self) -> None:
+        """Let the calling thread's stream change the source from now on: it waits for the copy."""
+        if not self._exact:
+            self._ticket.join(self.flat)
+            self._exact = True
+
+
+class Arrival(_Copy):
+    """A copy from the arena, and the memory that it fills: ``flat``, to be used after a join."""
+
+    def join(self) -> None:
+        """Let the calling thread's stream go on after it."""
+        self._ticket.join(self.flat)
+
+
+class Device(Protocol):
+    """One kind of device, with any number of units (``cuda:0``, ``cuda:1``).
+
+    Not called inside of a session's section, but for ``close``. When a call raises, nothing of it
+    is under way.
+    """
+
+    def check(self, device: torch.device) -> None:
+        """Raise ``UnsupportedCall`` where no copy can be made, as in a CUDA graph's capture."""
+
+    def stage_out(self, flat: torch.Tensor, slot: int) -> Departure:
+        """Start to copy ``flat`` (uint8, 1-D, contiguous) to the arena at ``slot``.
+
+        What is copied is the value it has in the order of the calling thread's stream.
+        """
+
+    def stage_in(self, slot: int, nbytes: int, device: torch.device) -> Arrival:
+        """Start to copy ``nbytes`` from the arena at ``slot`` into new memory of ``device``.
+
+        The memory is allocated on the calling thread's stream.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no memory for it.
+        """
+
+    def staging_bytes(self, device: torch.device) -> int:
+        """A sensible bound for what copies under way may hold of the device's memory."""
+
+    def shortages(self, device: torch.device) -> int:
+        """How often its memory has run short so far."""
+
+    def close(self) -> None:
+        """Wait for all copies, and let go of the arena."""
+
+
+def _condition(flat: torch.Tensor) -> tuple[int, int, int]:
+    """What differs once the tensor was written to in place, or its storage given away."""
+    version = 0 if flat.is_inference() else flat._version
+    return version, flat.data_ptr(), flat.untyped_storage().nbytes()

@@ -1,0 +1,133 @@
+"""Any accelerator with streams and events: copies run beside the computation, on two streams each.
+
+Works over what ``torch.get_device_module()`` gives for the device type (``torch.cuda``,
+``torch.xpu``, a plug-in's), so that it needs no module for each.
+"""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from disco_client.arena import Arena
+from disco_client.devices.interface import Arrival, Departure
+
+STAGING_BYTES = 1 << 30
+"""At most: several layers' inputs, so that the trainer's thread stays ahead of the device."""
+STAGING_SHARE = 1 / 32
+"""Of a device's memory, where that is less: copies must not take what they are to free."""
+
+
+class Streamed:
+    """The device type whose streams ``module`` gives. See :class:`interface.Device`.
+
+    Args:
+        arena: Where to copy to and from.
+        module: With ``Stream(device)``, ``current_stream(device)`` and ``stream(stream)``.
+    """
+
+    def __init__(self, arena: Arena, module: Any) -> None:
+        self._arena = arena
+        self._module = module
+        self._lock = threading.Lock()
+        self._streams: dict[tuple[torch.device, str], Any] = {}
+
+    def check(self, device: torch.device) -> None:
+        """As :meth:`interface.Device.check`; nothing is known to forbid it."""
+
+    def stage_out(self, flat: torch.Tensor, slot: int) -> Departure:
+        """As :meth:`interface.Device.stage_out`."""
+        stream = self._side_stream(flat.device, "out")
+        origin = self._module.current_stream(flat.device)
+        try:
+            ready = StreamTicket(self._module, origin.record_event(), origin)
+            stream.wait_event(ready.event)
+            for start, end in self._parts(slot, slot + flat.nbytes):
+                self._copy(stream, self._memory(start, end), flat[start - slot : end - slot])
+            return Departure(flat, StreamTicket(self._module, stream.record_event()), ready)
+        except BaseException:
+            stream.synchronize()
+            raise
+
+    def stage_in(self, slot: int, nbytes: int, device: torch.device) -> Arrival:
+        """As :meth:`interface.Device.stage_in`."""
+        flat = self._allocate(nbytes, device)
+        stream = self._side_stream(flat.device, "in")
+        origin = self._module.current_stream(flat.device)
+        try:
+            stream.wait_stream(origin)
+            for start, end in self._parts(slot, slot + nbytes):
+                self._copy(stream, flat[start - slot : end - slot], self._memory(start, end))
+            return Arrival(flat, StreamTicket(self._module, stream.record_event(), origin))
+        except BaseException:
+            stream.synchronize()
+            raise
+
+    def staging_bytes(self, device: torch.device) -> int:
+        """As :meth:`interface.Device.staging_bytes`."""
+        return STAGING_BYTES
+
+    def shortages(self, device: torch.device) -> int:
+        """As :meth:`interface.Device.shortages`; they are not counted here."""
+        return 0
+
+    def close(self) -> None:
+        """As :meth:`interface.Device.close`."""
+        with self._lock:
+            streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.synchronize()
+
+    def _allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Give ``stream`` a copy to do; both must live until it is done."""
+        with self._module.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    def _parts(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """The arena's bytes from ``start`` to ``end``, in parts that one copy can take each."""
+        yield start, end
+
+    def _memory(self, start: int, end: int) -> torch.Tensor:
+        return torch.frombuffer(self._arena.view[start:end], dtype=torch.uint8)
+
+    def _side_stream(self, device: torch.device, direction: str) -> Any:
+        key = device, direction
+        with self._lock:
+            if key not in self._streams:
+                self._streams[key] = self._module.Stream(device)
+            return self._streams[key]
+
+
+class StreamTicket:
+    """The end of what was on a stream by now. See :class:`interface.Ticket`.
+
+    Args:
+        module: As for :class:`Streamed`.
+        event: Recorded there.
+        origin: The stream that the memory belongs to, where it is lent to another by a join.
+    """
+
+    def __init__(self, module: Any, event: Any, origin: Any = None) -> None:
+        self._module = module
+        self.event = event
+        self._origin = origin
+
+    def done(self) -> bool:
+        """As :meth:`interface.Ticket.done`."""
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        """As :meth:`interface.Ticket.wait`."""
+        self.event.synchronize()
+
+    def join(self, flat: torch.Tensor) -> None:
+        """As :meth:`interface.Ticket.join`."""
+        current = self._module.current_stream(flat.device)
+        current.wait_event(self.event)
+        if self._origin is not None and current != self._origin:
+            # Allocated on one stream and used on another: the allocator has to know of both.
+            flat.record_stream(current)
