@@ -21,6 +21,7 @@ from discod.cuda_driver import CudaError, CudaUnavailable, Driver, load
 from discod.gpu_arena import GpuArena
 from discod.gpu_client import GpuClient
 from discod.gpu_messages import (
+    PROBE_TICKET,
     AddClient,
     AddRing,
     Copy,
@@ -105,7 +106,7 @@ class GpuServer:
                     else:
                         self._ended(message.ticket, "")
                 case Probe():
-                    self._ended(message.ticket, "")
+                    self._ended(PROBE_TICKET, "")
                 case AddRing() | RemoveRing() | Copy():
                     self._ring_work(message)
         return True

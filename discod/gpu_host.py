@@ -26,30 +26,20 @@ from discod.gpu_messages import (
     AddRing,
     Copy,
     Ended,
-    Probe,
-    Ready,
     RemoveClient,
     RemoveRing,
     RingWork,
-    ToDaemon,
 )
 from discod.gpu_process import GpuProcess
 from discod.gpu_seat import Outcome, Seat, Work
-from discod.loop import Loop
+from discod.loop import Loop, Timer
 
 MOST_DEATHS = 3
 """A process that dies of one request dies of it again; other requests must not wait for ever."""
 
 WINDOW = 32
 """Unanswered requests of one client in the process at a time: enough to keep it busy, few enough
-that those of all clients fit into the connection, and that no client's wait behind another's."""
-
-TICK_SECONDS = 1.0
-STUCK_TICKS = 10
-"""Ticks without an answer to a probe. The calls of a process that is well take up to a second, when
-they pin memory; a driver that is resetting a GPU, or has lost it, may never return from one."""
-START_TICKS = 60
-"""Until it is ready: the driver starts within some seconds even on nodes with many GPUs."""
+that those of a node's clients fit into the connection, and none waits long behind another's."""
 
 LEAVE_SECONDS = 2.0
 LEAVE_BYTES_PER_SECOND = 16 << 30
@@ -86,10 +76,8 @@ class GpuHost:
         self._refusal = ""
         self._deaths = 0
         self._removals: dict[int, Seat] = {}
-        self._unsent: deque[RemoveClient | Probe] = deque()
-        self._probe = 0
-        self._ticks = 0
-        self._idle_ticks = 0
+        self._unsent: deque[RemoveClient] = deque()
+        self._idle: Timer | None = None
 
     @property
     def pid(self) -> int:
@@ -111,6 +99,7 @@ class GpuHost:
 
     def add(self, seat: Seat) -> None:
         """A client comes."""
+        self._stay()
         self._seats[seat.number] = seat
 
     def submit(self, seat: Seat, message: RingWork, outcome: Outcome) -> None:
@@ -132,9 +121,8 @@ class GpuHost:
         self._removals[request.ticket] = seat
         self._unsent.append(request)
         seconds = LEAVE_SECONDS + seat.arena_bytes / LEAVE_BYTES_PER_SECOND
-        seat.late = self._loop.call_later(
-            seconds, partial(self._kill, "it keeps a client's memory")
-        )
+        too_late = partial(self._process.kill, "it keeps a client's memory")
+        seat.late = self._loop.call_later(seconds, too_late)
         self._pump()
 
     def kill(self) -> None:
@@ -175,36 +163,29 @@ class GpuHost:
 
     def _start(self) -> None:
         self._ready = False
-        self._probe = self._ticks = self._idle_ticks = 0
         try:
-            self._process = GpuProcess(self._loop, self._uuid, self._received, self._died)
+            self._process = GpuProcess(
+                self._loop, self._uuid, self.name, self._started, self._answered, self._died
+            )
         except OSError as error:
-            self._fail_all(f"the daemon cannot start a process for {self.name}: {error}")
-            return
-        self._loop.call_later(TICK_SECONDS, partial(self._tick, self._process))
+            self._fail_all(f"the daemon cannot start a process for it: {error}")
 
-    def _received(self, message: ToDaemon) -> None:
-        match message:
-            case Ready(refusal=""):
-                self._ready = True
-                _log.info("%s is served by pid %d", self.name, self.pid)
-            case Ready():
-                self._refusal = message.refusal
-                self.kill()
-            case Ended():
-                self._request_ended(message)
+    def _started(self, refusal: str) -> None:
+        self._refusal = refusal
+        if not refusal:
+            self._ready = True
+            _log.info("%s is served by pid %d", self.name, self.pid)
+            self._pump()
+
+    def _answered(self, answer: Ended) -> None:
+        if answer.ticket in self._removals:
+            self._gone(self._removals.pop(answer.ticket))
+        elif answer.ticket in self._by_ticket:
+            seat = self._by_ticket.pop(answer.ticket)
+            work = seat.sent.pop(answer.ticket)
+            self._account(seat, work.message, answer.error)
+            work.outcome(answer.error)
         self._pump()
-
-    def _request_ended(self, message: Ended) -> None:
-        if message.ticket == self._probe:
-            self._probe = self._ticks = 0
-        elif message.ticket in self._removals:
-            self._gone(self._removals.pop(message.ticket))
-        elif message.ticket in self._by_ticket:
-            seat = self._by_ticket.pop(message.ticket)
-            work = seat.sent.pop(message.ticket)
-            self._account(seat, work.message, message.error)
-            work.outcome(message.error)
 
     def _account(self, seat: Seat, message: RingWork, error: str) -> None:
         match message:
@@ -216,36 +197,10 @@ class GpuHost:
                 self._deaths = 0
                 self.copied_bytes += message.length
 
-    def _tick(self, process: GpuProcess) -> None:
-        """Once in ``TICK_SECONDS`` while this process lives.
-
-        Ticks are counted, not seconds: a daemon that was stopped blames nobody for the time.
-        """
-        if process is not self._process:
-            return
-        self._loop.call_later(TICK_SECONDS, partial(self._tick, process))
-        self._ticks += 1
-        self._idle_ticks = 0 if self._seats else self._idle_ticks + 1
-        if not self._ready or self._probe:
-            limit = STUCK_TICKS if self._ready else START_TICKS
-            if self._ticks > limit:
-                self._kill(f"it has not answered for {limit * TICK_SECONDS:.3g} s")
-        elif self._idle_ticks * TICK_SECONDS >= IDLE_SECONDS:
-            process.kill()
-        else:
-            probe = Probe(self.ticket())
-            self._unsent.append(probe)
-            self._probe, self._ticks = probe.ticket, 0
-        self._pump()
-
-    def _kill(self, reason: str) -> None:
-        if self._process is not None:
-            _log.warning("the process of %s (pid %d) is killed: %s", self.name, self.pid, reason)
-            self._process.kill()
-
     def _died(self, how: str) -> None:
         """Steps 2 to 4 of the restart."""
         pid, self._process = self.pid, None
+        self._stay()
         removals, self._removals = list(self._removals.values()), {}
         self._unsent.clear()
         self._by_ticket.clear()
@@ -260,8 +215,8 @@ class GpuHost:
         self._deaths += 1
         if self._deaths >= MOST_DEATHS:
             _log.error(
-                "the process of %s (pid %d) has ended (%s), the %dth in a row without a copy: "
-                "clients do without it; see the kernel's log for Xid errors",
+                "the process of %s (pid %d) has ended (%s), the last of %d in a row without a "
+                "copy: clients do without it; see the kernel's log for Xid errors",
                 self.name,
                 pid,
                 how,
@@ -281,6 +236,12 @@ class GpuHost:
         for seat in list(self._seats.values()):
             self._prepare(seat)
         self._pump()
+
+    def _stay(self) -> None:
+        """Do not end the process for want of clients."""
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
 
     def _prepare(self, seat: Seat) -> None:
         """Have the new process given the seat's rings, then what is unanswered."""
@@ -315,5 +276,7 @@ class GpuHost:
             seat.late.cancel()
         self._seats.pop(seat.number, None)
         left, seat.left = seat.left, None
+        if not self._seats and self._process is not None:
+            self._idle = self._loop.call_later(IDLE_SECONDS, self._process.kill)
         if left is not None:
             left()

@@ -17,6 +17,9 @@ from discod.wire.fds import receive_packet, send_packet
 NO_EVENT = -1
 """``Copy.event`` of a copy from the arena into the ring."""
 
+PROBE_TICKET = 0
+"""No request's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -77,9 +80,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Daemon: answered at once by a process that is not stuck."""
-
-    ticket: int
+    """Daemon: answered at once by a process that is not stuck, with ``PROBE_TICKET``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ A prefix for :class:`tests.helpers.daemon.Daemon`; the daemon runs in this proce
 
 import sys
 
-from discod import gpu_host
+from discod import gpu_host, gpu_process
 from discod.cli import main
 
 if __name__ == "__main__":
-    gpu_host.TICK_SECONDS = 0.1
-    gpu_host.START_TICKS = 200
+    gpu_process.TICK_SECONDS = 0.1
+    gpu_process.START_TICKS = 200
     gpu_host.IDLE_SECONDS = 0.3
     main(sys.argv[4:])
