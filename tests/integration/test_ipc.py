@@ -233,14 +233,14 @@ def test_copies_that_the_daemon_gives_up_are_done_here(
     over_ipc(keep_on_device=0)
     manager = DiskOffloadManager(prefetch_size=0, prefetch_to_gpu=False)
     tensor = torch.randn(300_000)
-    handle = manager.save_tensor(tensor)
-    manager.wait_for_save(handle)
+    handles = [manager.save_tensor(tensor)]
+    manager.wait_for_save(handles[0])
     fake.delay("copy", 0.3)
     loaded: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: loaded.append(manager.load_tensor(handle)))
+    thread = threading.Thread(target=lambda: loaded.append(manager.load_tensor(handles[-1])))
     with caplog.at_level(logging.WARNING, logger="disco_client"):
         if direction == "save":
-            handle = manager.save_tensor(tensor * 2)
+            handles.append(manager.save_tensor(tensor * 2))
         thread.start()
         try:
             kill_until_the_daemon_gives_up(daemon)
@@ -250,7 +250,7 @@ def test_copies_that_the_daemon_gives_up_are_done_here(
     assert not thread.is_alive()
     assert torch.equal(loaded[0], tensor if direction == "load" else tensor * 2)
     assert len(caplog.records) == 1
-    del handle
+    handles.clear()
     compare(ALL[0], stack)
 
 
@@ -327,7 +327,7 @@ def test_graphs_that_are_dropped_free_the_ring(
 @pytest.mark.parametrize("direction", ["save", "load"])
 def test_an_interrupt_while_a_large_tensor_waits_for_the_ring(
     over_ipc: Callable[..., Ipc],
-    fake: FakeCuda,
+    daemon: Daemon,
     monkeypatch: pytest.MonkeyPatch,
     direction: str,
 ) -> None:
@@ -337,7 +337,7 @@ def test_an_interrupt_while_a_large_tensor_waits_for_the_ring(
     large = torch.randn(1_500_000)
     handle = manager.save_tensor(large)
     manager.wait_for_save(handle)
-    fake.delay("copy", 0.005)
+    process = pid_of_the_process(daemon)
     link = connection.current().session.link
     wait = link.wait
     waits = 0
@@ -346,10 +346,12 @@ def test_an_interrupt_while_a_large_tensor_waits_for_the_ring(
         nonlocal waits
         waits += 1
         if waits == 2:
+            os.kill(process, signal.SIGCONT)
             raise KeyboardInterrupt
         wait(timeout)
 
     monkeypatch.setattr(link, "wait", interrupted)
+    os.kill(process, signal.SIGSTOP)
     call = partial(manager.save_tensor, large * 2)
     if direction == "load":
         call = partial(manager.load_tensor, handle)
