@@ -17,8 +17,7 @@ of copies between ring and arena are a tensor's own.
 
 A *ring* is device memory of the client's that the daemon copies from and to. What is sent about
 rings may be sent again, also to the next daemon, after :class:`OpenRing`: each copy does the same
-again. A ring may be freed, and its events destroyed, only after :class:`CloseRing` was answered or
-the client has read the end of its lifeline.
+again. A ring may be freed, and its events destroyed, only after :class:`CloseRing` was answered.
 """
 
 from dataclasses import dataclass

@@ -65,21 +65,21 @@ class FakeCuda:
         """The environment of a process that is to use it."""
         return {"DISCOD_CUDA_LIBRARY": str(self.library)} | self._settings
 
-    def fail(self, call: str, code: int, times: int = 1, after: int = 0) -> None:
+    def fail(self, call: str, code: int, times: int = 1, after: int = 0, *, pid: int = 0) -> None:
         """Have the next ``times`` calls fail, those after the next ``after`` ones.
 
         ``call``: A function of the API, or "copy" or "record" for what happens on streams; such a
-        failure makes the process's context useless, as with a real driver.
+        failure makes the process's context useless, as with a real driver. ``pid``: Only there.
         """
-        self._add(f"f {call} {code} {after} {times} 0")
+        self._add(f"f {call} {code} {after} {times} 0 {pid}")
 
-    def delay(self, call: str, seconds: float) -> None:
+    def delay(self, call: str, seconds: float, *, pid: int = 0) -> None:
         """Have every such call, "copy" or "record" take ``seconds`` longer."""
-        self._add(f"d {call} 0 0 0 {round(seconds * 1e6)}")
+        self._add(f"d {call} 0 0 0 {round(seconds * 1e6)} {pid}")
 
-    def hang(self, call: str) -> None:
+    def hang(self, call: str, *, pid: int = 0) -> None:
         """Have such calls not return before :meth:`heal`."""
-        self._add(f"h {call} 0 0 0 0")
+        self._add(f"h {call} 0 0 0 0 {pid}")
 
     def heal(self) -> None:
         """Take back all faults."""

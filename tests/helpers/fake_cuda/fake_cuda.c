@@ -43,6 +43,7 @@ static const struct { int code; const char *name, *meaning; } errors[] = {
     {1, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
     {2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
     {3, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
+    {46, "CUDA_ERROR_DEVICE_UNAVAILABLE", "CUDA-capable device(s) is/are busy or unavailable"},
     {100, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
     {101, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
     {201, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
@@ -62,7 +63,7 @@ enum { MAX_FAULTS = 64, MAX_ALLOCS = 8192, MAX_MAPPINGS = 4096, MAX_RANGES = 163
 enum { MAX_EVENTS = 65536 };
 
 struct process { int pid; uint64_t began; };
-struct fault { char call[40]; char kind; int code; long after, times, micros; };
+struct fault { char call[40]; char kind; int code, pid; long after, times, micros; };
 struct alloc { uint64_t id, size; struct process owner; int device; bool exported, freed; };
 struct mapping { uint64_t id; struct process by; int count; };
 struct range { struct process by; uint64_t address, size; };
@@ -181,7 +182,8 @@ static void nap(long micros) {
     while (nanosleep(&time, &time) && errno == EINTR) continue;
 }
 
-/* Read "control" again if it is another: lines of kind, call, code, after, times, microseconds. */
+/* Read "control" again if it is another: lines of kind, call, code, after, times, microseconds,
+ * and the pid of the only process to show it, or 0. */
 static void read_control(void) {
     char path[4096];
     struct stat status;
@@ -196,13 +198,17 @@ static void read_control(void) {
         FILE *file = fopen(path, "re");
         struct fault next;
         while (file && shared->faults < MAX_FAULTS
-               && fscanf(file, " %c %39s %d %ld %ld %ld", &next.kind, next.call, &next.code,
-                         &next.after, &next.times, &next.micros) == 6)
+               && fscanf(file, " %c %39s %d %ld %ld %ld %d", &next.kind, next.call, &next.code,
+                         &next.after, &next.times, &next.micros, &next.pid) == 7)
             shared->fault[shared->faults++] = next;
         if (file) fclose(file);
         __atomic_store_n(&shared->stamp, stamp, __ATOMIC_RELEASE);
     }
     unlock();
+}
+
+static bool meant(const struct fault *fault, const char *call) {
+    return !strcmp(fault->call, call) && (!fault->pid || fault->pid == getpid());
 }
 
 /* Hang, wait, or return an error, as the control file wants it for this call. */
@@ -216,10 +222,10 @@ static int show_faults(const char *call) {
         if (!shared->faults) break;
         lock();
         for (int i = 0; i < shared->faults; i++)
-            hangs |= shared->fault[i].kind == 'h' && !strcmp(shared->fault[i].call, call);
+            hangs |= shared->fault[i].kind == 'h' && meant(&shared->fault[i], call);
         for (int i = 0; i < shared->faults && !hangs; i++) {
             struct fault *fault = &shared->fault[i];
-            if (strcmp(fault->call, call)) continue;
+            if (!meant(fault, call)) continue;
             if (fault->kind == 'd') micros += fault->micros;
             else if (fault->after > 0) fault->after--;
             else if (fault->times > 0) { fault->times--; code = fault->code; }
