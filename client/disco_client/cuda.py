@@ -28,7 +28,7 @@ def refuse_capture() -> None:
     Raises:
         UnsupportedCall: It does.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing():
         raise UnsupportedCall(
             "discod cannot save or load while a CUDA graph is captured: a replay would copy to and "
             "from places that are somebody else's by then. Capture what lies between the calls of "

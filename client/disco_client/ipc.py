@@ -72,7 +72,7 @@ class Ipc:
         if lane is None:
             return self._fallback.stage_out(flat, slot)
         origin = self._module.current_stream(flat.device)
-        ready = StreamTicket(self._module, origin.record_event(), origin)
+        ready = StreamTicket(self._module, origin.record_event(), lent=True)
         copies = OutCopies(lane, slot)
         try:
             copies.start(flat)

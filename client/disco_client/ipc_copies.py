@@ -185,8 +185,7 @@ class InCopies:
         self._pieces: list[_Piece] = []
         self._started = 0
         self._queued = 0
-        self._origin = lane.module.current_stream(flat.device)
-        self._allocated = self._origin.record_event()
+        self._allocated = lane.module.current_stream(flat.device).record_event()
         self._last: Any = self._allocated
         self._abandoned = False
 
@@ -218,7 +217,7 @@ class InCopies:
     def join(self, flat: torch.Tensor) -> None:
         """As :meth:`interface.Ticket.join`."""
         self._lane.session.wait_for(self._all_queued)
-        StreamTicket(self._lane.module, self._last, self._origin).join(flat)
+        StreamTicket(self._lane.module, self._last, lent=True).join(flat)
 
     def _all_queued(self) -> bool:
         self.done()

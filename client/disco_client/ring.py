@@ -9,11 +9,15 @@ from collections import deque
 
 from disco_client.extents import ExtentAllocator
 from discod.cuda_driver import Driver
-from discod.wire import PAGE_BYTES, align_up
+from discod.wire import align_up
 from discod.wire.messages import OpenRing
 
 EVENTS = 64
 """Copies under way at a time: of the largest size, more than any ring holds."""
+
+UNIT_BYTES = 2 << 20
+"""The driver's unit of GPU memory. A smaller ring would share its unit with other allocations, and
+the process that opens the ring would have those open, too."""
 
 CHUNK_BYTES = 64 << 20
 """Most bytes of one copy: a tensor larger than the ring goes through it piece by piece."""
@@ -26,7 +30,7 @@ class Ring:
         number: What the daemon calls it.
         driver: CUDA.
         ordinal: The GPU, as this process counts them.
-        size_bytes: Rounded up to whole pages, at least two.
+        size_bytes: Rounded up to whole ``UNIT_BYTES``.
 
     Raises:
         CudaError: There is no memory, or this GPU or container cannot share it.
@@ -36,8 +40,8 @@ class Ring:
         self.number = number
         self.driver = driver
         self.ordinal = ordinal
-        self.size_bytes = max(align_up(size_bytes), 2 * PAGE_BYTES)
-        self.chunk_bytes = min(CHUNK_BYTES, self.size_bytes // 2 // PAGE_BYTES * PAGE_BYTES)
+        self.size_bytes = max(1, -(-size_bytes // UNIT_BYTES)) * UNIT_BYTES
+        self.chunk_bytes = min(CHUNK_BYTES, self.size_bytes // 2)
         self._extents = ExtentAllocator(self.size_bytes)
         self._free_events = list(range(EVENTS))
         self._left: deque[tuple[int, int]] = deque()
