@@ -116,13 +116,17 @@ class GpuServer:
             arena = GpuArena(self._driver, fd, message.arena_bytes)
         except OSError as error:
             _log.warning("an arena cannot be mapped in the process of a GPU: %s", error)
-        else:
+            return
+        try:
             self._clients[message.client] = GpuClient(self._driver, arena, self._ended)
+        except CudaError as error:
+            _log.warning("a client has no streams in the process of a GPU: %s", error)
+            arena.close()
 
     def _ring_work(self, message: AddRing | RemoveRing | Copy) -> None:
         client = self._clients.get(message.client)
         if client is None:
-            self._ended(message.ticket, "the client's arena could not be mapped")
+            self._ended(message.ticket, "the client could not be added; see the daemon's log")
             return
         match message:
             case AddRing():

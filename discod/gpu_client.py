@@ -198,11 +198,12 @@ class GpuClient:
     def _may_begin(self, copy: Copy) -> bool:
         """See "No stream waits for another process" above. What can only fail may begin."""
         ring = self._rings.get(copy.ring)
-        return (
-            ring is None
-            or copy.event == NO_EVENT
-            or self._driver.event_query(ring.events[copy.event])
-        )
+        if ring is None or copy.event == NO_EVENT:
+            return True
+        try:
+            return self._driver.event_query(ring.events[copy.event])
+        except CudaError:
+            return True  # to fail there; or the event's process is dead, and so is the client
 
     def _begin(self, lane: _Lane, copy: Copy) -> None:
         ring = self._rings.get(copy.ring)

@@ -173,6 +173,20 @@ class TestCopies:
         for seq in waiting:
             assert isinstance(late.answer(seq), Done)
 
+    def test_one_client_does_not_crowd_out_another(
+        self, daemon: Daemon, raw_client: Connect, driver: Driver, fake: FakeCuda
+    ) -> None:
+        """A rank that saves much would hold up the loads of the other ranks of its GPU."""
+        greedy, modest = raw_client(daemon), raw_client(daemon)
+        greedy_ring, modest_ring = opened(greedy, driver), opened(modest, driver)
+        fake.delay("copy", 0.02, pid=pids(daemon)[0])
+        sent = [greedy_ring.copy_out(greedy, 0, 0, 100) for _ in range(100)]
+        assert isinstance(modest.answer(modest_ring.copy_in(modest, 0, 0, MIB)), Done)
+        assert daemon.status()["clients"][0]["in_flight"] > 20
+        fake.heal()
+        for seq in sent:
+            assert isinstance(greedy.answer(seq), Done)
+
     def test_many_at_once(self, daemon: Daemon, raw_client: Connect, driver: Driver) -> None:
         """More than fits on the way to the GPU process would be lost, or answered twice."""
         clients = [raw_client(daemon) for _ in range(3)]
@@ -365,6 +379,46 @@ class TestUnavailable:
         assert daemon.log.count("cannot be pinned") == 1
         assert "LimitMEMLOCK" in daemon.log
 
+    def test_no_process(self, start_daemon: Start, raw_client: Connect, driver: Driver) -> None:
+        """A daemon that cannot start a process, on a full node, would leave clients waiting."""
+        daemon = start_daemon(prefix=[sys.executable, "-c", CHILDLESS])
+        client = raw_client(daemon)
+        ring = DeviceRing(driver, MIB)
+        for _ in range(2):
+            reply = ring.open(client)
+            assert (reply.kind, "cannot start a process" in reply.text) == ("gpu", True)
+        assert isinstance(client.ask(CloseRing, ring=0), Done)
+        assert daemon.status()["gpus"] == []
+
+    def test_no_stream(
+        self, daemon: Daemon, raw_client: Connect, driver: Driver, fake: FakeCuda
+    ) -> None:
+        """A GPU that is full would take its process from the clients that have it."""
+        other, client = raw_client(daemon), raw_client(daemon)
+        kept = opened(other, driver)
+        before = pids(daemon)
+        ring = DeviceRing(driver, MIB)
+        fake.fail("cuStreamCreate", 2, after=1, pid=before[0])
+        reply = ring.open(client)
+        assert (reply.kind, "could not be added" in reply.text) == ("gpu", True)
+        assert isinstance(ring.open(client), Done)
+        assert_copies(client, ring)
+        assert_copies(other, kept)
+        assert pids(daemon) == before
+
+    def test_an_event_of_which_cuda_knows_nothing(
+        self, daemon: Daemon, raw_client: Connect, driver: Driver, fake: FakeCuda
+    ) -> None:
+        """One client's broken event would take the GPU's process from the others."""
+        client = raw_client(daemon)
+        ring = opened(client, driver)
+        before = pids(daemon)
+        fake.fail("cuEventQuery", 400)
+        fake.fail("cuStreamWaitEvent", 400)
+        assert client.answer(ring.copy_out(client, 0, 0, MIB)).kind == "gpu"
+        assert_copies(client, ring)
+        assert pids(daemon) == before
+
     def test_a_copy_that_cuda_refuses(
         self, daemon: Daemon, raw_client: Connect, driver: Driver, fake: FakeCuda
     ) -> None:
@@ -377,6 +431,13 @@ class TestUnavailable:
         assert "CUDA_ERROR_INVALID_VALUE" in reply.text
         assert_copies(client, ring)
 
+
+CHILDLESS = """
+import sys
+from discod.cli import main
+sys.executable = "/nowhere/python"
+main(sys.argv[4:])
+"""
 
 P = PAGE_BYTES
 BOUNDS = [
@@ -492,6 +553,20 @@ class TestRestart:
         for seed, ring in enumerate(rings):
             assert_copies(client, ring, seed)
         assert sum(fake.open_handles().values()) == 3
+
+    def test_a_ring_that_cannot_be_opened_again(
+        self, daemon: Daemon, raw_client: Connect, driver: Driver, fake: FakeCuda
+    ) -> None:
+        """A copy would wait for a ring that never comes, or end the whole GPU's use."""
+        client = raw_client(daemon)
+        lost, kept = (opened(client, driver, number=i) for i in range(2))
+        (pid,) = pids(daemon)
+        fake.fail("cuIpcOpenMemHandle_v2", 400)
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: pids(daemon) not in ([pid], [0]))
+        assert client.answer(lost.copy_out(client, 0, 0, MIB)).kind == "gpu"
+        assert_copies(client, kept)
+        assert "a ring cannot be opened again" in daemon.log
 
     @pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuEventQuery", "cuMemHostRegister_v2"])
     def test_stuck(
