@@ -71,6 +71,7 @@ class Bench:
         part: Its name.
         device: What to measure.
         quick: Whether to run in a tiny form, whose figures mean nothing.
+        seconds: What the part may take, before it is killed.
         scratch: A directory of the part's own, on the disk to use.
         sockets: Another, with a path short enough for sockets.
         out: For files that stay.
@@ -79,6 +80,7 @@ class Bench:
     part: str
     device: torch.device
     quick: bool
+    seconds: float
     scratch: Path
     sockets: Path
     out: Path

@@ -6,6 +6,7 @@ The trainers are processes of their own (``tests.gpu.trainer``), stopped after t
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,37 +81,37 @@ def run(bench: Bench) -> Iterator[Row]:
     expected = train(settings | {"form": "plain"})
     for transport in transports(bench):
         where = name_of(transport)
-        yield from guarded(where, _survived(bench, where, settings, transport, expected))
-        yield from guarded(where, _trainer_killed(bench, where, settings, transport))
+        yield from guarded(where, _all_faults(bench, where, settings, transport, expected))
 
 
-def _survived(
+def _all_faults(
     bench: Bench,
     where: str,
     settings: dict[str, Any],
     transport: dict[str, str],
     expected: list[str],
 ) -> Iterator[Row]:
-    """Faults that the training is to outlive. All trainers start at a time, which takes longest."""
-    faults: dict[str, Callable[[Job], None]] = {
+    """All trainers start at a time, which takes longest; then one fault after the other."""
+    survived: dict[str, Callable[[Job], None]] = {
         "daemon killed after a forward": _kill_while_stopped,
         "daemon killed in a backward": _kill_while_running,
     }
-    if name_of(transport) == "cuda-ipc":
-        faults["GPU process killed"] = _kill_helper
-    jobs = {name: Job.start(bench, settings, transport) for name in faults}
-    try:
+    if where == "cuda-ipc":
+        survived["GPU process killed"] = _kill_helper
+    ballast = {"ballast": BALLAST_BYTES if bench.on_gpu else 0}
+    with ExitStack() as cleanup:
+        jobs = {name: Job.start(bench, settings, transport) for name in survived}
+        victim = Job.start(bench, settings | ballast, transport)
+        for job in (*jobs.values(), victim):
+            cleanup.callback(job.close)
         for name, job in jobs.items():
-            yield from guarded(
-                f"{name}, {where}", _outcome(name, where, job, faults[name], expected)
-            )
-    finally:
-        for job in jobs.values():
-            job.close()
+            rows = _outcome(f"{name}, {where}", job, survived[name], expected)
+            yield from guarded(f"{name}, {where}", rows)
+        yield from guarded(f"trainer killed, {where}", _trainer_killed(bench, where, victim))
 
 
 def _outcome(
-    name: str, where: str, job: Job, fault: Callable[[Job], None], expected: list[str]
+    what: str, job: Job, fault: Callable[[Job], None], expected: list[str]
 ) -> Iterator[Row]:
     job.rank.wait_ready()
     fault(job)
@@ -119,18 +120,18 @@ def _outcome(
     written = format_size(report["written_bytes"])
     value = f"{len(expected)} steps {'equal' if same else 'DIFFER'}, {written} written"
     ok = same and report["written_bytes"] > 0 and report["live"] == 0
-    yield Row(f"{name}, {where}", value, "bit-equal", ok)
-    yield from _nothing_left(name, where, job)
+    yield Row(what, value, "bit-equal", ok)
+    yield from _nothing_left(what, job)
 
 
-def _nothing_left(name: str, where: str, job: Job) -> Iterator[Row]:
+def _nothing_left(what: str, job: Job) -> Iterator[Row]:
     def gone() -> bool:
         status = job.daemon.status()
         return not status["clients"] and status["ram_used_bytes"] == status["disk_used_bytes"] == 0
 
     eventually(gone, FREE_SECONDS, "the end of the trainer at the daemon")
     left = leftovers(job.daemon)
-    yield Row(f"left after it: {name}, {where}", ", ".join(left) or "nothing", "nothing", not left)
+    yield Row(f"left after it: {what}", ", ".join(left) or "nothing", "nothing", not left)
 
 
 def _kill_while_stopped(job: Job) -> None:
@@ -161,26 +162,19 @@ def helper_pid(status: dict[str, Any]) -> int | None:
     return None
 
 
-def _trainer_killed(
-    bench: Bench, where: str, settings: dict[str, Any], transport: dict[str, str]
-) -> Iterator[Row]:
-    ballast = BALLAST_BYTES if bench.on_gpu else 0
-    job = Job.start(bench, settings | {"ballast": ballast}, transport)
-    name = "trainer killed"
-    try:
-        job.rank.wait_ready()
-        held = free_bytes(bench)
-        job.rank.kill()
-        yield from guarded(f"{name}, {where}", _nothing_left(name, where, job))
-        if not bench.on_gpu:
-            yield left_out(f"GPU memory freed: {name}, {where}", "needs a GPU")
-            return
-        wanted = held + ballast - TOLERANCE_BYTES
-        eventually(lambda: free_bytes(bench) >= wanted, FREE_SECONDS, "the GPU's memory being free")
-        freed = format_size(free_bytes(bench) - held)
-        yield Row(f"GPU memory freed: {name}, {where}", freed, f">= {format_size(ballast)}", True)
-    finally:
-        job.close()
+def _trainer_killed(bench: Bench, where: str, job: Job) -> Iterator[Row]:
+    what = f"trainer killed, {where}"
+    job.rank.wait_ready()
+    held = free_bytes(bench)
+    job.rank.kill()
+    yield from guarded(what, _nothing_left(what, job))
+    if not bench.on_gpu:
+        yield left_out(f"GPU memory freed: {what}", "needs a GPU")
+        return
+    wanted = held + BALLAST_BYTES - TOLERANCE_BYTES
+    eventually(lambda: free_bytes(bench) >= wanted, FREE_SECONDS, "the GPU's memory being free")
+    freed = format_size(free_bytes(bench) - held)
+    yield Row(f"GPU memory freed: {what}", freed, f">= {format_size(BALLAST_BYTES)}", True)
 
 
 def free_bytes(bench: Bench) -> int:

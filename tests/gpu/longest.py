@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 import disco_client
+from discod.wire.sizes import format_size
 from tests.gpu.bench import Bench, Row, guarded, left_out, missing_transports, name_of, transports
 from tests.gpu.llama import Apply, Shape, Task, plain
 from tests.gpu.plot import Curve, Panel, svg
@@ -26,8 +27,8 @@ STAGING = "128MiB"
 SHORTEST = 8192
 LONGEST = 1 << 20
 REFINEMENTS = 2
-SECONDS = 40.0
-"""For each variant; a length that would take longer than what is left of it is not tried."""
+TIME_SHARE = 0.7
+"""Of the part's time, for all variants together; a length that would take longer is not tried."""
 
 GIB = 1 << 30
 
@@ -61,13 +62,9 @@ def run(bench: Bench) -> Iterator[Row]:
         total = torch.cuda.get_device_properties(bench.device).total_memory
         torch.cuda.set_per_process_memory_fraction(BUDGET_BYTES / total, bench.device)
     searches: dict[str, Search] = {}
-    searches["plain"] = _search(bench, plain)
-    yield from _rows("plain", searches["plain"], bench)
+    yield from _rows(bench, "plain", plain, searches)
     for transport in transports(bench):
         yield from guarded(name_of(transport), _with_discod(bench, transport, searches))
-    path = bench.out / "longest.svg"
-    path.write_text(plot(searches))
-    yield Row("plot", path.name)
 
 
 def _with_discod(
@@ -76,22 +73,26 @@ def _with_discod(
     name = f"discod, {name_of(transport)}"
     arena, min_bytes = bench.pick((ARENA, "1MiB"), ("2MiB", "4KiB"))
     with bench.attached(arena=arena, min_bytes=min_bytes, staging=STAGING, **transport):
-        searches[name] = _search(bench, disco_client.checkpoint)
-    yield from _rows(name, searches[name], bench)
-    if bench.on_gpu:
-        longest, before = (searches[n].fits[-1].length for n in (name, "plain"))
-        value = f"{longest / before:.2f} times as long: {longest} tokens, plain {before}"
-        yield Row(f"longest, {name}", value, "> 1", longest > before)
-    else:
+        yield from _rows(bench, name, disco_client.checkpoint, searches)
+    if not bench.on_gpu:
         yield left_out(f"longest, {name}", "needs a GPU")
+        return
+    longest, before = (searches[variant].fits[-1].length for variant in (name, "plain"))
+    value = f"{longest / before:.2f} times as long: {longest} tokens, plain {before}"
+    if searches[name].too_long is None:
+        value += "; time was over before it was too long"
+    yield Row(f"longest, {name}", value, "> 1", longest > before)
 
 
-def _rows(name: str, search: Search, bench: Bench) -> Iterator[Row]:
-    for fit in search.fits:
-        memory = f"{fit.peak_bytes / GIB:.2f} GiB, " if bench.on_gpu else ""
+def _rows(bench: Bench, name: str, apply: Apply, searches: dict[str, Search]) -> Iterator[Row]:
+    """Search, and draw what is known by then."""
+    found = searches[name] = _search(bench, apply)
+    for fit in found.fits:
+        memory = f"{format_size(fit.peak_bytes)}, " if bench.on_gpu else ""
         yield Row(f"{name}, {fit.length} tokens", f"{memory}{fit.seconds:.3f} s", data=asdict(fit))
-    if search.too_long is not None:
-        yield Row(f"{name}, {search.too_long} tokens", "out of memory")
+    if found.too_long is not None:
+        yield Row(f"{name}, {found.too_long} tokens", "out of memory")
+    (bench.out / "longest.svg").write_text(plot(searches))
 
 
 def _search(bench: Bench, apply: Apply) -> Search:
@@ -101,7 +102,7 @@ def _search(bench: Bench, apply: Apply) -> Search:
         shortest,
         longest,
         bench.pick(REFINEMENTS, 0),
-        bench.pick(SECONDS, 10.0),
+        TIME_SHARE * bench.seconds / (1 + len(transports(bench))),
     )
 
 

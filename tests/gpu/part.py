@@ -20,12 +20,20 @@ from tests.gpu.bench import Bench, Row, guarded
 def bench_of(part: str, settings: dict[str, Any]) -> Bench:
     """The part's bench, with directories of its own."""
     device = torch.device(settings["device"])
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", 0)  # some of torch.cuda takes no device without an index
+    if device == torch.device("cuda"):  # some of torch.cuda takes no device without an index
+        device = torch.device("cuda", 0)
     scratch, sockets = Path(settings["scratch"]) / part, Path(settings["sockets"]) / part
     scratch.mkdir()
     sockets.mkdir()
-    return Bench(part, device, settings["quick"], scratch, sockets, Path(settings["out"]))
+    return Bench(
+        part,
+        device,
+        quick=settings["quick"],
+        seconds=settings["seconds"],
+        scratch=scratch,
+        sockets=sockets,
+        out=Path(settings["out"]),
+    )
 
 
 def main() -> None:

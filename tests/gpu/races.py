@@ -47,6 +47,43 @@ class Way:
     may_refuse: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What a race is run on.
+
+    Attributes:
+        arena: Its size.
+        numbers: In a tensor of float32.
+        window: Tensors that are alive at a time, about.
+        rounds: Tensors to save in all, if there is time.
+        least: Rounds without which a race shows nothing.
+    """
+
+    arena: str
+    numbers: int
+    window: int
+    rounds: int
+    least: int
+
+
+FULL = (
+    # Copies of 16 MiB take as long as the calls that start them, so many are under way at a time.
+    Course("1GiB", 1 << 22, window=32, rounds=2000, least=500),
+    # Twice the arena is alive, so half of it goes over the disk, which sets the pace.
+    Course("64MiB", 1 << 20, window=32, rounds=1000, least=100),
+)
+QUICK = (
+    Course("16MiB", 1 << 14, window=64, rounds=100, least=50),
+    Course("2MiB", 1 << 14, window=64, rounds=100, least=50),
+)
+RACES = 7
+TIME_SHARE = 0.6
+"""Of the part's time, for all races together."""
+SLEEP_CYCLES = 2_000_000
+"""About a millisecond: the GPU falls behind the program, which is when races show."""
+SLEEP_EVERY = 16
+
+
 @dataclass(slots=True)
 class Found:
     """What a run found: rounds made, wrong numbers, loads refused."""
@@ -59,15 +96,16 @@ class Found:
 def run(bench: Bench) -> Iterator[Row]:
     """Each race in an arena that has room for all, then in one that needs the disk."""
     yield from missing_transports(bench)
-    roomy, narrow = bench.pick(("512MiB", "64MiB"), ("16MiB", "4MiB"))
     for transport in transports(bench):
-        for arena in (roomy, narrow):
-            where = f"{name_of(transport)}, arena {arena}"
-            yield from guarded(where, _with_arena(bench, where, arena, transport))
+        for course in bench.pick(FULL, QUICK):
+            where = f"{name_of(transport)}, arena {course.arena}"
+            yield from guarded(where, _on_course(bench, where, course, transport))
 
 
-def _with_arena(bench: Bench, where: str, arena: str, transport: dict[str, Any]) -> Iterator[Row]:
-    with bench.attached(arena=arena, **transport):
+def _on_course(
+    bench: Bench, where: str, course: Course, transport: dict[str, str]
+) -> Iterator[Row]:
+    with bench.attached(arena=course.arena, **transport):
         hooked, by_hand = through_hooks(), through_manager()
         changed = Way(by_hand.save, by_hand.load, changes=True)
         risky = Way(hooked.save, hooked.load, changes=True, may_refuse=True)
@@ -79,11 +117,11 @@ def _with_arena(bench: Bench, where: str, arena: str, transport: dict[str, Any])
             ("changed after save_tensor", changed, True, 1),
             ("changed before it landed", risky, False, 1),
         ):
-            yield from guarded(
-                f"{name}, {where}", _race(bench, f"{name}, {where}", way, own, threads)
-            )
+            what = f"{name}, {where}"
+            yield from guarded(what, _race(bench, course, what, way, own, threads))
         if bench.on_gpu:
-            yield from guarded(f"two streams, {where}", _crossing(bench, where, hooked))
+            what = f"saved on one stream, loaded on another, {where}"
+            yield from guarded(what, _crossing(bench, course, what, hooked))
         live = disco_client.stats().live_blobs
         yield Row(f"nothing stays, {where}", f"{live} live blobs", "0", live == 0)
 
@@ -100,25 +138,27 @@ def through_manager() -> Way:
     return Way(manager.save_tensor, manager.load_tensor)
 
 
-def _race(bench: Bench, what: str, way: Way, own_stream: bool, threads: int) -> Iterator[Row]:
+def _race(
+    bench: Bench, course: Course, what: str, way: Way, own_stream: bool, threads: int
+) -> Iterator[Row]:
     def work(seed: int) -> Found:
         with _stream(bench, own_stream):
-            return Racer(bench, way, seed).race()
+            return Racer(bench, course, way, seed).race()
 
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(work, range(threads)))
-    yield _judge(bench, what, found)
+    yield _judge(course, what, found)
 
 
-def _judge(bench: Bench, what: str, found: list[Found]) -> Row:
+def _judge(course: Course, what: str, found: list[Found]) -> Row:
     rounds, wrong, refused = (
         sum(getattr(one, name) for one in found) for name in ("rounds", "wrong", "refused")
     )
-    least = bench.pick(500, 50)
     value = f"{wrong} wrong numbers in {rounds} tensors"
     if refused:
         value += f", {refused} refused"
-    return Row(what, value, f"0 in {least} or more", wrong == 0 and rounds >= least)
+    goal = f"0 in >= {course.least}"
+    return Row(what, value, goal, wrong == 0 and rounds >= course.least)
 
 
 def _stream(bench: Bench, own: bool) -> AbstractContextManager[Any]:
@@ -130,25 +170,22 @@ def _stream(bench: Bench, own: bool) -> AbstractContextManager[Any]:
 class Racer:
     """One thread's saves and loads, on its current stream, in a random order."""
 
-    def __init__(self, bench: Bench, way: Way, seed: int) -> None:
-        self.numbers = bench.pick(1 << 20, 1 << 14)
-        self.device = bench.device
-        self.base = torch.arange(self.numbers, device=self.device) % VALUES * 1.0
-        self.wrong = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.found = Found()
+    def __init__(self, bench: Bench, course: Course, way: Way, seed: int) -> None:
+        self._bench = bench
+        self._course = course
         self._way = way
         self._random = random.Random(seed)
-        self._window = bench.pick(32, 64)
-        self._rounds = bench.pick(2000, 100)
-        self._seconds = bench.pick(4.0, 4.0)
         self._live: deque[tuple[int, Any]] = deque()
+        self._base = torch.arange(course.numbers, device=bench.device) % VALUES * 1.0
+        self.wrong = torch.zeros((), dtype=torch.int64, device=bench.device)
+        self.found = Found()
 
     def race(self) -> Found:
         """Save and load until there were enough rounds, or time is over."""
-        deadline = time.monotonic() + self._seconds
-        while self.found.rounds < self._rounds and time.monotonic() < deadline:
-            self.save()
-            if len(self._live) > self._window:
+        deadline = time.monotonic() + race_seconds(self._bench)
+        while self.found.rounds < self._course.rounds and time.monotonic() < deadline:
+            self._live.append(self.save())
+            if len(self._live) > self._course.window:
                 self._live.rotate(self._random.randrange(len(self._live)))
                 self.check(*self._live.pop())
         while self._live:
@@ -156,16 +193,19 @@ class Racer:
         self.found.wrong = int(self.wrong.item())
         return self.found
 
-    def save(self) -> None:
-        """Save a tensor and free it, or change it."""
+    def save(self) -> tuple[int, Any]:
+        """Save a tensor and free it, or change it: its number, and what loads it."""
         number = self.found.rounds
         self.found.rounds += 1
-        tensor = self.base + float(number)
-        self._live.append((number, self._way.save(tensor)))
+        if self._bench.on_gpu and number % SLEEP_EVERY == 0:
+            torch.cuda._sleep(SLEEP_CYCLES)
+        tensor = self._base + float(number)
+        saved = self._way.save(tensor)
         if self._way.changes:
             tensor.fill_(float("nan"))
         del tensor
         self.litter()
+        return number, saved
 
     def check(self, number: int, saved: Any) -> None:
         """Load it, count what is wrong, and free it."""
@@ -176,27 +216,32 @@ class Racer:
                 raise
             self.found.refused += 1
             return
-        self.wrong += (loaded != self.base + float(number)).sum()
+        self.wrong += (loaded != self._base + float(number)).sum()
         del loaded, saved
         self.litter()
 
     def litter(self) -> None:
         """Take memory of the same size, which is what was freed last, and fill it with NaN."""
-        torch.full((self.numbers,), float("nan"), device=self.device)
+        torch.full((self._course.numbers,), float("nan"), device=self._bench.device)
 
 
-def _crossing(bench: Bench, where: str, way: Way) -> Iterator[Row]:
-    """Saved on one stream and loaded on another, each waiting for the other as a program must."""
+def race_seconds(bench: Bench) -> float:
+    """What one race may take. In the tiny form, which is as fast as the machine, there is no end."""
+    if bench.quick:
+        return bench.seconds
+    races = len(transports(bench)) * len(bench.pick(FULL, QUICK)) * RACES
+    return TIME_SHARE * bench.seconds / races
+
+
+def _crossing(bench: Bench, course: Course, what: str, way: Way) -> Iterator[Row]:
+    """Each stream waits for the other, as a program has to see to it."""
     one, other = torch.cuda.Stream(bench.device), torch.cuda.Stream(bench.device)
     with torch.cuda.stream(one):
-        racer = Racer(bench, way, seed=0)
-    for number in range(bench.pick(500, 50)):
+        racer = Racer(bench, course, way, seed=0)
+    deadline = time.monotonic() + race_seconds(bench)
+    while racer.found.rounds < course.rounds and time.monotonic() < deadline:
         with torch.cuda.stream(one):
-            racer.found.rounds += 1
-            tensor = racer.base + float(number)
-            saved = way.save(tensor)
-            del tensor
-            racer.litter()
+            number, saved = racer.save()
         other.wait_stream(one)
         with torch.cuda.stream(other):
             racer.check(number, saved)
@@ -205,4 +250,4 @@ def _crossing(bench: Bench, where: str, way: Way) -> Iterator[Row]:
         one.wait_stream(other)
     torch.cuda.synchronize(bench.device)
     racer.found.wrong = int(racer.wrong.item())
-    yield _judge(bench, f"saved on one stream, loaded on another, {where}", [racer.found])
+    yield _judge(course, what, [racer.found])
