@@ -226,7 +226,7 @@ class Racer:
 
 
 def race_seconds(bench: Bench) -> float:
-    """What one race may take. In the tiny form, which is as fast as the machine, there is no end."""
+    """What one race may take; the tiny form ends after its rounds alone."""
     if bench.quick:
         return bench.seconds
     races = len(transports(bench)) * len(bench.pick(FULL, QUICK)) * RACES
