@@ -50,8 +50,11 @@ class Mapping:
     """The mapped arena.
 
     Args:
-        fd: The memfd, checked; the mapping does not need it afterwards.
+        fd: The memfd, checked; it stays the caller's.
         size_bytes: Its size.
+
+    Attributes:
+        fd: One of its own, for processes that map the arena as well.
 
     Raises:
         OSError: It cannot be mapped.
@@ -62,7 +65,12 @@ class Mapping:
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        self._address = map_shared(fd, size_bytes)
+        self.fd = os.dup(fd)
+        try:
+            self._address = map_shared(self.fd, size_bytes)
+        except OSError:
+            os.close(self.fd)
+            raise
         pages = (ctypes.c_char * size_bytes).from_address(self._address)
         self._whole = memoryview(pages).cast("B")
 
@@ -74,3 +82,4 @@ class Mapping:
         """Unmap: slow for a large arena, since its pages may be freed with it."""
         self._whole.release()
         unmap(self._address, self.size_bytes)
+        os.close(self.fd)

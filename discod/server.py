@@ -31,6 +31,7 @@ from discod.clients import Clients
 from discod.config import FIRST_CLIENT_SECONDS, Config, default_disk_bytes, default_ram_bytes
 from discod.engine import Engine
 from discod.exits import Exit
+from discod.gpus import Gpus
 from discod.logs import RateLimited
 from discod.loop import Loop, Timer
 from discod.router import Router
@@ -43,8 +44,12 @@ from discod.wire import PROTOCOL_VERSION
 from discod.wire.codec import WireError, decode, encode
 from discod.wire.messages import (
     Cancel,
+    CloseRing,
+    CopyIn,
+    CopyOut,
     Failed,
     Failure,
+    OpenRing,
     Ping,
     Promote,
     Read,
@@ -103,6 +108,7 @@ class Server:
         self._signal = 0
         self._idle_timer: Timer | None = None
         self._trimmer = Trimmer(self._loop, self._chores)
+        self._gpus = Gpus(self._loop)
         listener = self._socket_dir.listen()
         try:
             self._router = Router(self._socket_dir.io_path)
@@ -147,6 +153,7 @@ class Server:
         finally:
             self._router.close()
             self._socket_dir.remove_sockets()
+            self._gpus.stop()
         if not self._clients.in_flight:
             for engine in {device.engine for device in self._devices}:
                 engine.stop()
@@ -188,6 +195,7 @@ class Server:
             admitted.mapping,
             admitted.files,
             self._config.checksum,
+            self._gpus,
             partial(self._answer, identity),
             self._trimmer.idle,
         )
@@ -214,7 +222,8 @@ class Server:
 
     def _status(self) -> str:
         tenants = self._clients.tenants
-        return make_status(self._config, self._devices, self._ram, self._disk, tenants)
+        gpus = self._gpus.status()
+        return make_status(self._config, self._devices, self._ram, self._disk, tenants, gpus)
 
     def _clients_changed(self) -> None:
         self._stop_when_drained()
@@ -273,12 +282,18 @@ class Server:
 
 
 def _raise_fd_limit() -> None:
-    """To what is allowed: a client takes three fds and one for each scratch directory."""
+    """To what is allowed: a client takes four fds and one for each scratch directory."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+_REQUESTS = (
+    *(Write, Read, Promote, Cancel, Trim, Ping),
+    *(OpenRing, CloseRing, CopyOut, CopyIn),
+)
+
+
 def _decode(body: bytes) -> Request:
     # mypy infers the bound of decode's type variable for several classes.
-    return cast(Request, decode(body, Write, Read, Promote, Cancel, Trim, Ping))
+    return cast(Request, decode(body, *_REQUESTS))

@@ -3,7 +3,7 @@
 import json
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from discod import __version__
@@ -31,6 +31,7 @@ def make_status(
     ram: Budget,
     disk: Budget,
     tenants: Iterable[Tenant],
+    gpus: Sequence[Mapping[str, str | int]],
 ) -> str:
     """The status as JSON. With clients beyond the message's size left out, and counted."""
     clients = list(tenants)
@@ -58,6 +59,7 @@ def make_status(
             }
             for device, used in zip(devices, used_bytes, strict=True)
         ],
+        "gpus": gpus,
         "clients_left_out": 0,
         "clients": [_client(tenant) for tenant in clients],
     }

@@ -27,6 +27,12 @@ def show(status: dict[str, Any]) -> None:
             format_size(directory["free_bytes"]),
         )
     console.print(scratch)
+    if status["gpus"]:
+        gpus = Table("GPU", "pid", "clients", "copied")
+        for gpu in status["gpus"]:
+            pid = str(gpu["pid"]) if gpu["pid"] else "-"
+            gpus.add_row(gpu["uuid"], pid, str(gpu["clients"]), format_size(gpu["copied_bytes"]))
+        console.print(gpus)
     if not status["clients"]:
         console.print("no clients")
         return

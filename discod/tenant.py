@@ -13,18 +13,24 @@ from dataclasses import dataclass
 from functools import partial
 
 from discod import checksum
+from discod.bounds import Refusal, check_pages, check_range
 from discod.engine import Cancelled, Engine, Job
+from discod.gpus import Gpus
 from discod.logs import RateLimited
 from discod.mapping import Mapping
+from discod.rings import Rings
 from discod.schedule import Priority
 from discod.scratch_file import ScratchFile, ScratchFull
 from discod.transfer import Corrupt, ReadBlob, WriteBlob
-from discod.wire import PAGE_BYTES
 from discod.wire.messages import (
     Cancel,
+    CloseRing,
+    CopyIn,
+    CopyOut,
     Done,
     Failed,
     Failure,
+    OpenRing,
     Ping,
     Promote,
     Read,
@@ -77,10 +83,6 @@ class File:
         self.trim_bytes: int | None = None
 
 
-class _Refusal(Exception):
-    """The request breaks the rules."""
-
-
 class Tenant:
     """An attached client.
 
@@ -90,6 +92,7 @@ class Tenant:
         mapping: Its arena.
         files: Its scratch files, in the order in which requests number them.
         mode: The checksum to take of what is written.
+        gpus: The GPUs that it may have rings on.
         answer: Sends a reply to the client.
         idle: Called when a file that is to be trimmed has nothing left to do.
     """
@@ -101,6 +104,7 @@ class Tenant:
         mapping: Mapping,
         files: Sequence[File],
         mode: checksum.Mode,
+        gpus: Gpus,
         answer: Callable[[Reply], None],
         idle: Callable[[File], None],
     ) -> None:
@@ -115,12 +119,13 @@ class Tenant:
         self._answer = answer
         self._idle = idle
         self._jobs: dict[int, tuple[Job, Engine]] = {}
+        self._rings = Rings(who, gpus, mapping.fd, mapping.size_bytes, answer)
         self._closed: Callable[[], None] | None = None
 
     @property
     def in_flight(self) -> int:
         """Requests that are queued or running."""
-        return len(self._jobs)
+        return len(self._jobs) + len(self._rings.unanswered)
 
     @property
     def closing(self) -> bool:
@@ -134,7 +139,7 @@ class Tenant:
         """Start or answer ``request``: it gets exactly one answer, now or when its job ends."""
         try:
             if request.epoch != self._epoch:
-                raise _Refusal(f"epoch {request.epoch} is not this daemon's, {self._epoch}")
+                raise Refusal(f"epoch {request.epoch} is not this daemon's, {self._epoch}")
             match request:
                 case Write():
                     self._write(request)
@@ -151,19 +156,29 @@ class Tenant:
                     self._done(request)
                 case Ping():
                     self._done(request)
-        except _Refusal as refusal:
+                case OpenRing() | CloseRing() | CopyOut() | CopyIn():
+                    self._check_seq(request.seq)
+                    self._rings.handle(request)
+        except Refusal as refusal:
             text = f"{type(request).__name__} refused: {refusal}"
             self._answer(Failed(request.seq, request.epoch, Failure.REFUSED, 0, text))
 
     def close(self, closed: Callable[[], None]) -> None:
-        """Cancel what is queued; call ``closed`` once nothing runs any more. No more answers."""
+        """Cancel what is queued; no more answers.
+
+        Args:
+            closed: Called once nothing runs any more, and no GPU has anything of the client's.
+        """
         self._closed = closed
         for file in self.files:
             file.trim_bytes = None
         for engine in {file.engine for file in self.files}:
             engine.drop_owner(self)
-        if not self._jobs:
-            closed()
+        self._rings.close(self._part_closed)
+
+    def _part_closed(self) -> None:
+        if self._closed is not None and not self._jobs and self._rings.closed:
+            self._closed()
 
     def free(self, *, discard: bool) -> None:
         """Unmap and close everything, after :meth:`close` has called back. Slow; in any thread.
@@ -188,7 +203,7 @@ class Tenant:
     def _read(self, request: Read) -> None:
         file = self._check(request)
         if not checksum.valid(request.checksum):
-            raise _Refusal("its checksum is none of this daemon's")
+            raise Refusal("its checksum is none of this daemon's")
         data = self._mapping.view(request.slot, request.length)
         work = ReadBlob(file.scratch, request.offset, data, request.checksum)
         priority = Priority.URGENT if request.urgent else Priority.PREFETCH
@@ -204,8 +219,9 @@ class Tenant:
 
     def _trim(self, request: Trim) -> None:
         file = self._file(request.file)
-        if request.size < 0 or request.size % PAGE_BYTES:
-            raise _Refusal(f"size {request.size} is not in whole pages")
+        check_pages(size=request.size)
+        if request.size < 0:
+            raise Refusal(f"size {request.size} is negative")
         file.trim_bytes = request.size
         if not file.busy:
             self._idle(file)
@@ -222,22 +238,21 @@ class Tenant:
 
     def _file(self, number: int) -> File:
         if not 0 <= number < len(self.files):
-            raise _Refusal(f"file {number} of {len(self.files)}")
+            raise Refusal(f"file {number} of {len(self.files)}")
         return self.files[number]
 
     def _check(self, request: Write | Read) -> File:
-        offset, slot, length = request.offset, request.slot, request.length
-        if (offset | slot | length) % PAGE_BYTES:
-            raise _Refusal(f"offset {offset}, slot {slot} or length {length} is not in whole pages")
-        if length <= 0 or not 0 <= slot <= self.arena_bytes - length:
-            raise _Refusal(f"{length} bytes at {slot} are not in its arena of {self.arena_bytes}")
-        if not 0 <= offset <= MAX_FILE_BYTES - length:
-            raise _Refusal(f"{length} bytes at {offset} are beyond any file")
-        if request.seq in self._jobs:
-            raise _Refusal("a request with this seq is not answered yet")
-        if len(self._jobs) >= MAX_UNANSWERED:
-            raise _Refusal(f"{MAX_UNANSWERED} requests of this client are not answered yet")
+        check_pages(offset=request.offset, slot=request.slot, length=request.length)
+        check_range(request.slot, request.length, self.arena_bytes, "its arena")
+        check_range(request.offset, request.length, MAX_FILE_BYTES, "any file")
+        self._check_seq(request.seq)
         return self._file(request.file)
+
+    def _check_seq(self, seq: int) -> None:
+        if seq in self._jobs or seq in self._rings.unanswered:
+            raise Refusal("a request with this seq is not answered yet")
+        if self.in_flight >= MAX_UNANSWERED:
+            raise Refusal(f"{MAX_UNANSWERED} requests of this client are not answered yet")
 
     def _done(self, request: Request, checksum: bytes = b"") -> None:
         self._answer(Done(request.seq, request.epoch, checksum))
@@ -248,8 +263,7 @@ class Tenant:
         file.busy -= 1
         file.idle_since = time.monotonic()
         if self._closed is not None:
-            if not self._jobs:
-                self._closed()
+            self._part_closed()
             return
         if job.error is not None:
             self._answer(self._failed(request, file, job.error))

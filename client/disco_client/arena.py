@@ -13,12 +13,10 @@ import os
 import weakref
 
 from disco_client.errors import ArenaFull
-from discod.wire import LEAST_ARENA_BYTES
+from discod.wire import BACKING_STEP_BYTES, LEAST_ARENA_BYTES
 from discod.wire.sizes import format_size
 
 HUGE_PAGE_BYTES = LEAST_ARENA_BYTES
-BACKING_STEP_BYTES = 64 << 20
-"""A step costs 20-300 ms once (zeroing, then gathering into huge pages)."""
 
 # Linux constants that Python 3.11 lacks: fcntl.h, mman.h.
 _F_ADD_SEALS = 1033

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from disco_client import environment, summary
 from disco_client.arena import HUGE_PAGE_BYTES, Arena
+from disco_client.cuda import cuda_over_ipc
 from disco_client.devices.known import Devices
 from disco_client.errors import DaemonNotRunning, DiscodError, UsageError
 from disco_client.greeting import Greeting
@@ -28,6 +29,8 @@ from discod.wire.sizes import format_size
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02
+
+TRANSPORTS = ("auto", "shared-memory", "cuda-ipc")
 
 DEFAULT_MIN_BYTES = 1 << 20
 """Smaller tensors are many and cost a request each, but little memory."""
@@ -55,6 +58,7 @@ def connect(
     scratch: ScratchDirs | None = None,
     arena: int | str | None = None,
     min_bytes: int | str | None = None,
+    transport: str | None = None,
     keep_on_device: int | None = None,
     staging: int | str | None = None,
     reconnect_timeout: float = 60.0,
@@ -75,6 +79,10 @@ def connect(
             the daemon's ``--ram`` divided by the job's processes on this node, as torchrun, MPI or
             Slurm give their number; without a launcher, half of what is left.
         min_bytes: Smaller tensors stay in memory. Default ``DISCOD_MIN_BYTES``, else 1 MiB.
+        transport: How tensors get from a GPU to the arena. ``"shared-memory"``: this process copies
+            them. ``"cuda-ipc"``: a process of the daemon's does, which needs the same pid and ipc
+            namespaces and some 500 MB of each GPU's memory. ``"auto"``: the first. Default
+            ``DISCOD_TRANSPORT``, else ``"auto"``.
         keep_on_device: How many of the newest saved tensors also stay on their GPU, since backward
             needs them first. Default ``DISCOD_KEEP_ON_DEVICE``, else 1, and 0 in a step after one
             in which the GPU's memory ran short.
@@ -89,7 +97,7 @@ def connect(
         DaemonNotRunning: Nothing listens there, or the daemon that was started has ended.
         DaemonError: Another leaf says why the daemon will not serve this process.
         UsageError: Already attached.
-        ValueError: A size, number or timeout is malformed.
+        ValueError: A size, number, transport or timeout is malformed.
     """
     global _connection
     for name, seconds in (
@@ -101,6 +109,7 @@ def connect(
             raise ValueError(f"{name}={seconds!r} must be a number of seconds, 0 or more")
     arena_bytes = environment.size("arena", arena)
     min_bytes = environment.size("min_bytes", min_bytes) or DEFAULT_MIN_BYTES
+    over_ipc = environment.choice("transport", transport, TRANSPORTS) == "cuda-ipc"
     keep_on_device = environment.count("keep_on_device", keep_on_device)
     staging_bytes = environment.size("staging", staging)
     environment.warn_of_unknown_names()
@@ -116,6 +125,7 @@ def connect(
             _scratch_dirs(scratch),
             arena_bytes,
             min_bytes,
+            over_ipc=over_ipc,
             keep_on_device=keep_on_device,
             staging_bytes=staging_bytes,
             reconnect_timeout=reconnect_timeout,
@@ -164,6 +174,7 @@ def _attach(
     arena_bytes: int | None,
     min_bytes: int,
     *,
+    over_ipc: bool,
     keep_on_device: int | None,
     staging_bytes: int | None,
     reconnect_timeout: float,
@@ -209,6 +220,8 @@ def _attach(
         )
     devices = Devices(segment, staging_bytes)
     session = Session(segment, link, devices, keep_on_device)
+    if over_ipc:
+        devices.make("cuda", lambda: cuda_over_ipc(session, segment, devices.limit_bytes))
     store = Store(session, devices)
     return Connection(session, store, Packer(store, min_bytes), launcher)
 

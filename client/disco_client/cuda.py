@@ -6,14 +6,17 @@ pins the arena, ``ipc.py`` is the other transport.
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from disco_client.arena import Arena
+from disco_client.devices.interface import Device
 from disco_client.devices.streamed import STAGING_BYTES, STAGING_SHARE, Streamed
 from disco_client.errors import UnsupportedCall
+from disco_client.ipc import Ipc
 from disco_client.pinning import Pinning
+from disco_client.session import Session
 from discod.cuda_driver import CudaUnavailable, load
 
 _log = logging.getLogger(__name__)
@@ -25,7 +28,7 @@ def refuse_capture() -> None:
     Raises:
         UnsupportedCall: It does.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing():
         raise UnsupportedCall(
             "discod cannot save or load while a CUDA graph is captured: a replay would copy to and "
             "from places that are somebody else's by then. Capture what lies between the calls of "
@@ -42,6 +45,23 @@ def staging_bytes(device: torch.device) -> int:
     """A share of the GPU's memory, up to a bound."""
     total = torch.cuda.get_device_properties(device).total_memory
     return min(STAGING_BYTES, int(total * STAGING_SHARE))
+
+
+def cuda_over_ipc(
+    session: Session, arena: Arena, ring_bytes: Callable[[torch.device], int]
+) -> Device:
+    """The GPUs through the daemon's GPU processes, or as :class:`Cuda` where that cannot be.
+
+    Args:
+        session: Whose daemon copies.
+        arena: The session's.
+        ring_bytes: The size of a GPU's ring.
+    """
+    here = Cuda(arena)
+    try:
+        return Ipc(session, arena, load(), torch.cuda, here, ring_bytes)
+    except CudaUnavailable:  # of which Cuda has told
+        return here
 
 
 class Cuda(Streamed):

@@ -3,6 +3,7 @@
 import difflib
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from discod.wire.paths import default_socket_dir
@@ -15,6 +16,7 @@ CLIENT = {
     "DISCOD_SCRATCH",
     "DISCOD_ARENA",
     "DISCOD_MIN_BYTES",
+    "DISCOD_TRANSPORT",
     "DISCOD_KEEP_ON_DEVICE",
     "DISCOD_STAGING",
     "DISCOD_CUDA_LIBRARY",
@@ -73,6 +75,21 @@ def count(name: str, given: int | None) -> int | None:
     if not text.isdecimal():
         raise ValueError(f"{where}: {text!r} is no whole number, 0 or more")
     return int(text)
+
+
+def choice(name: str, given: str | None, choices: Sequence[str]) -> str:
+    """The one of ``choices`` that was given, else the environment's, else the first.
+
+    Raises:
+        ValueError: It is none of them; the text names the argument or the variable.
+    """
+    where, value = name, given
+    if given is None:
+        where = f"DISCOD_{name}".upper()
+        value = os.environ.get(where) or choices[0]
+    if value not in choices:
+        raise ValueError(f"{where}: {value!r} is none of {', '.join(choices)}")
+    return str(value)
 
 
 def socket_dir() -> Path:

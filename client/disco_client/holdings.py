@@ -130,6 +130,7 @@ class Holdings:
     def lose(self, blob: Blob) -> None:
         """DIRTY or CLEAN → LOST: no copy is good, so neither is kept."""
         blob.move(State.LOST)
+        self.ahead.discard(blob)
         self.drop_slot(blob)
         self.scratch.free(blob.pieces)
         blob.pieces = ()

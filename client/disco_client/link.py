@@ -45,6 +45,13 @@ class _Pending:
     answer: Answer
 
 
+@dataclasses.dataclass(slots=True)
+class _Enrolment:
+    make: Callable[[int, int], Request]
+    answer: Answer
+    seq: int
+
+
 class Link:
     """One attached connection, which survives the daemon.
 
@@ -74,6 +81,7 @@ class Link:
         self._arena_bytes = arena_bytes
         self._restart = restart
         self._pending: dict[int, _Pending] = {}
+        self._enrolments: dict[int, _Enrolment] = {}
         self._next_seq = 0
         self._scratch_fds: list[int] = []
         self._lost_since: float | None = None
@@ -104,6 +112,20 @@ class Link:
         if not self.lost:
             self._dealer.send(encode(request), _DONTWAIT)
         return seq
+
+    def enroll(self, number: int, make: Callable[[int, int], Request], answer: Answer) -> bool:
+        """As :meth:`request`, to this daemon and to each one after it, before all else.
+
+        Args:
+            number: Names it, for :meth:`withdraw`.
+            make, answer: As for :meth:`request`; ``answer`` gets each daemon's.
+        """
+        self._enrolments[number] = _Enrolment(make, answer, self.request(make, answer))
+        return True
+
+    def withdraw(self, number: int) -> bool:
+        """Tell further daemons nothing of it."""
+        return self._enrolments.pop(number, None) is not None
 
     def drain(self) -> bool:
         """Hand over all replies that are there, without waiting. True when there was any."""
@@ -200,7 +222,12 @@ class Link:
         self._lost_since = None
         self._last_word = time.monotonic()
         self._asked_at = None
-        for pending in self._pending.values():
+        for enrolment in self._enrolments.values():
+            self._pending.pop(enrolment.seq, None)
+        unanswered = list(self._pending.values())
+        for enrolment in self._enrolments.values():
+            enrolment.seq = self.request(enrolment.make, enrolment.answer)
+        for pending in unanswered:
             pending.request = dataclasses.replace(pending.request, epoch=self._epoch)
             self._dealer.send(encode(pending.request), _DONTWAIT)
 

@@ -67,3 +67,4 @@ class Loans:
             self._held.evict(blob)
         else:
             self._held.settle(blob)
+            self._held.start_wanted(blob.members)

@@ -98,10 +98,10 @@ class DiskOffloadManager:
             target_device: By default the device it was saved from.
 
         Returns:
-            On a GPU, the saved tensor's own memory where it is still there, else new memory. On the
-            CPU a view of the arena, which stays valid and unchanged for as long as it
-            lives. Do not write to it in ways that torch does not count as a change (``.data``,
-            numpy, a forked child): a later load of the handle would see it. ``clone()`` it first.
+            On a GPU, memory of its own. On the CPU a view of the arena, which stays valid and
+            unchanged for as long as it lives. Do not write to that in ways that torch does not
+            count as a change (``.data``, numpy, a forked child): a later load of the handle would
+            see it. ``clone()`` it first.
 
         Raises:
             HandleReleased: The handle is unknown here, or was cleaned up.

@@ -95,6 +95,10 @@ class Monitor(Generic[_Dropped]):
                 self._holder = None
         self._work_off()
 
+    def tear(self) -> None:
+        """Serve no further call: something goes on that was to have ended."""
+        self._torn = True
+
     def _refuse(self, me: int | None) -> None:
         """Raise when no call can be served; ``me``: the calling thread, not in a section yet."""
         if self.forked:

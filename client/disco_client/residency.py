@@ -153,7 +153,7 @@ class Residency:
             if spoilt:
                 record.lost = record.spoilt = True
                 self._held.lose(record)
-            elif self._order.writes_at_once(record.index):
+            elif not record.used and self._order.writes_at_once(record.index):
                 self._held.want_write(record)
             elif not self._order.sized and not self._turned:
                 self._room.keep_watermark(self._largest_bytes)
@@ -249,8 +249,9 @@ class Residency:
     def list_ahead(self, blob: int) -> None:
         """The blob's device has no copy of it, and would like one before the load."""
         record = self._held.blobs.get(blob)
-        if record is not None and record.state is not State.FREED and not record.asked:
-            self._held.ahead.add(record)
+        if record is None or record.asked or record.state in (State.FREED, State.LOST):
+            return
+        self._held.ahead.add(record)
 
     def next_ahead(self) -> int | None:
         """The listed blob that is needed first, if it is in RAM; None: there is nothing to do."""

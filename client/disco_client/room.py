@@ -37,7 +37,7 @@ class Room:
             return None
         for blob in list(held.waiting.values()):
             # Read for a load that was not called again. It may yet be, so it goes last.
-            if blob.state is State.CLEAN:
+            if blob.state is State.CLEAN and not blob.pins:
                 held.evict(blob)
                 slot = held.arena.allocate(size_bytes)
                 if slot is not None:

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import TypeVar
 
 import torch
 
@@ -27,10 +28,12 @@ from disco_client.instructions import Counters as Traffic
 from disco_client.link import Link
 from disco_client.monitor import Monitor
 from disco_client.residency import Group, Residency
-from disco_client.staging import NoUnits, Staging, Units
+from disco_client.staging import POLL_SECONDS, NoUnits, Staging, Units
 from disco_client.stats import Counters, Stats
 from disco_client.transfers import Transfers
 from discod.wire import align_up
+
+_T = TypeVar("_T")
 
 LOAN_WAIT_SECONDS = 10.0
 """How long a call waits for room that other threads' loaded tensors hold, before ``ArenaFull``."""
@@ -223,6 +226,36 @@ class Session:
                 self.link.check(blocked=True)
                 seen = self._monitor.changes
             self._monitor.pause(seen, deadline)
+
+    def wait_for(self, attempt: Callable[[], _T | None], look: bool = False) -> _T:
+        """The first true value of ``attempt``, which is made in sections, after each change.
+
+        Args:
+            attempt: What to try.
+            look: Try often: what it waits for wakes no one.
+
+        Raises:
+            DaemonLost: The daemon is gone, and so is the hope.
+        """
+        while True:
+            with self._monitor.section():
+                value = attempt()
+                if value:
+                    return value
+                self.link.check(blocked=True)
+                seen = self._monitor.changes
+            self._monitor.pause(seen, time.monotonic() + POLL_SECONDS if look else None)
+
+    def wait_or_tear(self, ended: Callable[[], bool]) -> None:
+        """Until ``ended``, in the face of an error; if that fails, no further call is served.
+
+        For what still writes to a slot that is about to be given to another blob.
+        """
+        try:
+            self.wait_for(ended)
+        except BaseException:
+            self._monitor.tear()
+            raise
 
     def prefetch(self, count: int | None) -> None:
         """Start reading the ``count`` blobs that are needed next, or as many as there is room."""

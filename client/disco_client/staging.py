@@ -71,7 +71,7 @@ class Staging:
         self._leaving: dict[torch.device, deque[tuple[int, Departure]]] = {}
         self._leaving_bytes: dict[torch.device, int] = {}
         self._sources: dict[int, Departure] = {}
-        """Of live blobs: those that have not landed, and the newest."""
+        """Of live blobs: those that have not landed, and the newest; as far as they may be lent."""
         self._newest: deque[int] = deque()
         self._origins: dict[int, tuple[torch.device, int]] = {}
         """Device and bytes of the live blobs that are to be brought back ahead."""
@@ -104,11 +104,13 @@ class Staging:
         device = departure.device
         self._leaving.setdefault(device, deque()).append((blob, departure))
         self._leaving_bytes[device] = self._leaving_bytes.get(device, 0) + departure.nbytes
-        self._sources[blob] = departure
         if device not in self._shortages:
             self._shortages[device] = self._units.shortages(device)
         if ahead:
             self._origins[blob] = device, departure.nbytes
+        if not departure.lendable:
+            return
+        self._sources[blob] = departure
         self._newest.append(blob)
         while len(self._newest) > self._keep:
             self._let_go(self._newest.popleft())
@@ -132,10 +134,11 @@ class Staging:
     def _let_go(self, blob: int) -> None:
         """Drop a source that need not stay, unless it has yet to land."""
         source = self._sources.get(blob)
-        if source is not None and source.landed():
-            del self._sources[blob]
-            if blob in self._origins:
-                self._residency.list_ahead(blob)
+        if source is not None and not source.landed():
+            return
+        self._sources.pop(blob, None)
+        if blob in self._origins:
+            self._residency.list_ahead(blob)
 
     # In
 

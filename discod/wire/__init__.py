@@ -16,6 +16,11 @@ MAX_ARENA_BYTES = 1 << 46
 LEAST_ARENA_BYTES = 2 << 20
 """A huge page: clients round their arenas up to whole ones."""
 
+BACKING_STEP_BYTES = 64 << 20
+"""Clients back their arenas from the start, in whole steps, ahead of use: below the end of a step
+in which there is a blob, every page is there. A step costs 20-300 ms once (zeroing, then gathering
+into huge pages)."""
+
 
 def align_up(size_bytes: int) -> int:
     """``size_bytes`` rounded up to whole pages."""

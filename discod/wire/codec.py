@@ -2,10 +2,14 @@
 
 Never pickle, no extension types. A message is a map from field name to value with the verb's id
 under ``"verb"``; unknown verbs, missing or extra fields, wrong types and values outside the limits
-raise :class:`WireError`. Integers are in [-1, 2**63); -1 exists for ``Attach.rank`` alone.
+raise :class:`WireError`. Integers are in [-1, 2**63); between client and daemon, -1 exists for
+``Attach.rank`` alone.
+
+:func:`encode` and :func:`decode` are for the messages between client and daemon; :class:`Codec` is
+for any family of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_type_hints, overload
 
@@ -45,10 +49,8 @@ def _check_bool(value: object) -> bool:
     return type(value) is bool
 
 
-def _check_strs(value: object) -> bool:
-    return (
-        type(value) is tuple and len(value) <= MAX_LIST_ITEMS and all(_check_str(v) for v in value)
-    )
+def _check_all(value: object, check: Callable[[object], bool]) -> bool:
+    return type(value) is tuple and len(value) <= MAX_LIST_ITEMS and all(map(check, value))
 
 
 _CHECKS: dict[Any, Callable[[object], bool]] = {
@@ -56,26 +58,69 @@ _CHECKS: dict[Any, Callable[[object], bool]] = {
     str: _check_str,
     bytes: _check_bytes,
     bool: _check_bool,
-    tuple[str, ...]: _check_strs,
+    tuple[str, ...]: lambda value: _check_all(value, _check_str),
+    tuple[bytes, ...]: lambda value: _check_all(value, _check_bytes),
 }
 
-_VERB_IDS = {cls: verb for verb, cls in VERBS.items()}
-_FIELD_NAMES = {cls: tuple(f.name for f in fields(cls)) for cls in VERBS.values()}
-_FIELD_CHECKS = {
-    cls: {name: _CHECKS[kind] for name, kind in get_type_hints(cls).items()}
-    for cls in VERBS.values()
-}
+
+class Codec:
+    """Encodes and decodes one family of messages.
+
+    Args:
+        verbs: The frozen dataclasses and their ids.
+    """
+
+    def __init__(self, verbs: Mapping[int, type[Any]]) -> None:
+        self._verbs = verbs
+        self._verb_ids = {cls: verb for verb, cls in verbs.items()}
+        self._field_names = {cls: tuple(f.name for f in fields(cls)) for cls in verbs.values()}
+        self._field_checks = {
+            cls: {name: _CHECKS[kind] for name, kind in get_type_hints(cls).items()}
+            for cls in verbs.values()
+        }
+
+    def encode(self, message: object) -> bytes:
+        """The bytes of a message. Raises :class:`WireError` over ``MAX_MESSAGE_BYTES``."""
+        cls = type(message)
+        body: dict[str, object] = {name: getattr(message, name) for name in self._field_names[cls]}
+        body["verb"] = self._verb_ids[cls]
+        data: bytes = msgpack.packb(body)
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise WireError(f"{cls.__name__} of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
+        return data
+
+    def decode(self, data: bytes | memoryview, expected: tuple[type[Any], ...]) -> Any:
+        """The message in ``data``, one of the ``expected`` classes; raises :class:`WireError`."""
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise WireError(f"message of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
+        try:
+            body = msgpack.unpackb(data, use_list=False, strict_map_key=True, timestamp=0)
+        except (ValueError, msgpack.UnpackException, RecursionError) as error:
+            raise WireError(f"not a message: {error}") from None
+        if type(body) is not dict:
+            raise WireError(f"not a map but {type(body).__name__}")
+        verb = body.pop("verb", None)
+        cls = self._verbs.get(verb) if type(verb) is int else None
+        if cls is None:
+            raise WireError(f"unknown verb {verb!r:.40}")
+        if cls not in expected:
+            names = ", ".join(e.__name__ for e in expected)
+            raise WireError(f"{cls.__name__} came where {names} was expected")
+        checks = self._field_checks[cls]
+        if body.keys() != checks.keys():
+            raise WireError(f"{cls.__name__} with the wrong fields")
+        for name, check in checks.items():
+            if not check(body[name]):
+                raise WireError(f"{cls.__name__}.{name} of a wrong type or outside its limits")
+        return cls(**body)
+
+
+_wire = Codec(VERBS)
 
 
 def encode(message: Message) -> bytes:
     """The message's bytes. Raises :class:`WireError` when it is over ``MAX_MESSAGE_BYTES``."""
-    cls = type(message)
-    body: dict[str, object] = {name: getattr(message, name) for name in _FIELD_NAMES[cls]}
-    body["verb"] = _VERB_IDS[cls]
-    data: bytes = msgpack.packb(body)
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise WireError(f"{cls.__name__} of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
-    return data
+    return _wire.encode(message)
 
 
 @overload
@@ -91,25 +136,4 @@ def decode(data: bytes | memoryview, /, *expected: type[Any]) -> Any:
         WireError: Not msgpack, another verb, or a field that is missing, unknown, of another type
             or outside its limits.
     """
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise WireError(f"message of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
-    try:
-        body = msgpack.unpackb(data, use_list=False, strict_map_key=True, timestamp=0)
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise WireError(f"not a message: {error}") from None
-    if type(body) is not dict:
-        raise WireError(f"not a map but {type(body).__name__}")
-    verb = body.pop("verb", None)
-    cls = VERBS.get(verb) if type(verb) is int else None
-    if cls is None:
-        raise WireError(f"unknown verb {verb!r:.40}")
-    if cls not in expected:
-        names = ", ".join(e.__name__ for e in expected)
-        raise WireError(f"{cls.__name__} came where {names} was expected")
-    checks = _FIELD_CHECKS[cls]
-    if body.keys() != checks.keys():
-        raise WireError(f"{cls.__name__} with the wrong fields")
-    for name, check in checks.items():
-        if not check(body[name]):
-            raise WireError(f"{cls.__name__}.{name} of a wrong type or outside its limits")
-    return cls(**body)
+    return _wire.decode(data, expected)

@@ -7,7 +7,7 @@ packet turns out to be no use.
 import array
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, overload
 
 from discod.wire.codec import MAX_MESSAGE_BYTES, WireError, decode, encode
@@ -22,10 +22,7 @@ N = TypeVar("N", bound=Message)
 
 def send_message(connection: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
     """Send ``message`` and ``fds`` as one packet. Raises ``OSError`` as ``sendmsg`` does."""
-    ancillary = []
-    if fds:
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())]
-    connection.sendmsg([encode(message)], ancillary, socket.MSG_NOSIGNAL)
+    send_packet(connection, encode(message), fds)
 
 
 @overload
@@ -42,6 +39,24 @@ def receive_message(connection: socket.socket, /, *expected: type[Any]) -> tuple
         WireError: The packet breaks the protocol; its fds are closed.
         OSError: As ``recvmsg`` raises, ``TimeoutError`` and ``BlockingIOError`` among them.
     """
+    data, fds = receive_packet(connection)
+    try:
+        return decode(data, *expected), fds
+    except WireError:
+        _close(fds)
+        raise
+
+
+def send_packet(connection: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
+    """Send ``data`` and ``fds`` as one packet. Raises ``OSError`` as ``sendmsg`` does."""
+    ancillary = []
+    if fds:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())]
+    connection.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+
+
+def receive_packet(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """The next packet and its fds (now yours). Raises as :func:`receive_message` does."""
     space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
     data, ancillary, flags, _ = connection.recvmsg(
         MAX_MESSAGE_BYTES + 1, space, socket.MSG_CMSG_CLOEXEC
@@ -55,8 +70,12 @@ def receive_message(connection: socket.socket, /, *expected: type[Any]) -> tuple
             raise ConnectionResetError("the peer closed the connection")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise WireError("packet or fds truncated")
-        return decode(data, *expected), list(fds)
     except (ConnectionResetError, WireError):
-        for fd in fds:
-            os.close(fd)
+        _close(fds)
         raise
+    return data, list(fds)
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -12,7 +12,12 @@ packet a message, some with fds:
 
 The *I/O* conversation runs over ZeroMQ (DEALER to ROUTER): every :data:`Request` has a ``seq`` of
 the client's and the daemon's ``epoch``, and gets exactly one :data:`Reply` with the same ``seq``.
-All offsets and lengths are bytes and multiples of :data:`discod.wire.PAGE_BYTES`.
+All offsets and lengths are bytes and multiples of :data:`discod.wire.PAGE_BYTES`; only the lengths
+of copies between ring and arena are a tensor's own.
+
+A *ring* is device memory of the client's that the daemon copies from and to. What is sent about
+rings may be sent again, also to the next daemon, after :class:`OpenRing`: each copy does the same
+again. A ring may be freed, and its events destroyed, only after :class:`CloseRing` was answered.
 """
 
 from dataclasses import dataclass
@@ -34,6 +39,8 @@ class Failure(StrEnum):
     """What was read does not have the checksum that was taken when it was written."""
     REFUSED = "refused"
     """Out of bounds, an old epoch, or malformed: a fault of the sender."""
+    GPU = "gpu"
+    """The GPU, or the daemon's process for it, cannot do it: the client copies by itself."""
 
 
 # The attach conversation.
@@ -179,6 +186,68 @@ class Ping:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class OpenRing:
+    """Have the daemon open device memory of ``ring_bytes``, exported for other processes.
+
+    ``ring`` is the client's number for it; ``uuid`` the GPU's, 16 bytes; ``handle`` and ``events``
+    the 64-byte IPC handles of the memory and of interprocess events. Fails with ``GPU`` when the
+    daemon cannot open them. Opening an open ring in the same way again changes nothing.
+    """
+
+    seq: int
+    epoch: int
+    ring: int
+    uuid: bytes
+    handle: bytes
+    ring_bytes: int
+    events: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseRing:
+    """Close the ring after the copies sent before. Unknown rings are no error.
+
+    Once it is answered nothing of the daemon's has the ring's memory or events open.
+    """
+
+    seq: int
+    epoch: int
+    ring: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOut:
+    """Copy ``length`` bytes of the ring at ``offset`` into the arena at ``slot``.
+
+    Not before the ring's event number ``event``, as it was last recorded, is done; it must not be
+    recorded again before the answer.
+    """
+
+    seq: int
+    epoch: int
+    ring: int
+    offset: int
+    slot: int
+    length: int
+    event: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyIn:
+    """Copy ``length`` bytes of the arena at ``slot`` into the ring at ``offset``.
+
+    Once it is answered, work that any stream is given from then on sees the bytes.
+    """
+
+    seq: int
+    epoch: int
+    ring: int
+    offset: int
+    slot: int
+    length: int
+
+
 # The I/O conversation: replies.
 
 
@@ -202,7 +271,8 @@ class Failed:
     text: str
 
 
-Request = Write | Read | Promote | Cancel | Trim | Ping
+RingRequest = OpenRing | CloseRing | CopyOut | CopyIn
+Request = Write | Read | Promote | Cancel | Trim | Ping | RingRequest
 Reply = Done | Failed
 Message = (
     Hello | Welcome | Attach | Attached | Refused | StatusRequest | StatusReply | Request | Reply
@@ -222,6 +292,10 @@ VERBS: dict[int, type[Message]] = {
     19: Cancel,
     20: Trim,
     21: Ping,
+    22: OpenRing,
+    23: CloseRing,
+    24: CopyOut,
+    25: CopyIn,
     32: Done,
     33: Failed,
 }

@@ -70,6 +70,8 @@ class Simulation:
         self.written: list[int] = []
         self.reads: list[int] = []
         self.groups: set[Group] = set()
+        self.ahead: set[int] = set()
+        """Blobs that a device has got back ahead of their load."""
 
     # Calls
 
@@ -120,13 +122,15 @@ class Simulation:
         self.execute(instructions)
         return blob
 
-    def fill(self, blob: int) -> None:
-        """The copy lands."""
+    def fill(self, blob: int, spoilt: bool = False) -> None:
+        """The copy lands; ``spoilt``: with other bytes than were saved."""
         first = self.filling.pop(blob)
         pages = self.live.get(blob)
         if pages is not None:
             self.arena[first : first + pages] = self.tags(blob)
-        self.execute(self.residency.filled(blob))
+        if spoilt:
+            self.modified.add(blob)
+        self.execute(self.residency.filled(blob, spoilt))
 
     def abandon(self, blob: int) -> None:
         """The copy fails."""
@@ -155,6 +159,39 @@ class Simulation:
         self.execute([])
         return lent
 
+    def serve(self, blob: int) -> None:
+        """A load by a device that has the bytes, of a blob in whatever state."""
+        hits = self.residency.device_hits
+        self.ahead.discard(blob)
+        self.execute(self.residency.served(blob))
+        assert self.residency.device_hits == hits + 1
+
+    def list_ahead(self, blob: int) -> None:
+        """The blob's device would like a copy of it."""
+        if blob not in self.ahead:
+            self.residency.list_ahead(blob)
+        self.execute([])
+
+    def lend_ahead(self) -> int | None:
+        """Lend what is to go to its device next, if anything is: the listed blob needed first."""
+        held = self.residency._held
+        listed = [blob for blob in held.blobs.values() if blob.listed]
+        blob = self.residency.next_ahead()
+        if blob is None:
+            return None
+        uses = [held._order.next_use(other.index, used=False) for other in listed]
+        assert held._order.next_use(held.blobs[blob].index, used=False) == min(uses)
+        self.ahead.add(blob)
+        self.residency.lend_ahead(blob)
+        self._borrow(blob)
+        self.execute([])
+        return blob
+
+    def give_up_ahead(self, blob: int) -> None:
+        """The device drops its copy."""
+        self.ahead.discard(blob)
+        self.execute(self.residency.give_up_ahead(blob))
+
     def _borrow(self, blob: int) -> None:
         first = self.residency.slot(blob) // PAGE_BYTES
         pages = self.arena[first : first + self.live[blob]]
@@ -179,6 +216,7 @@ class Simulation:
     def free(self, blob: int) -> None:
         """The handle is gone."""
         del self.live[blob]
+        self.ahead.discard(blob)
         self.execute(self.residency.free(blob))
 
     # Completions
@@ -308,24 +346,34 @@ def check_invariants(simulation: Simulation) -> None:
             assert blob.state in {State.DIRTY, State.WRITING, State.CLEAN, State.FREED}
         elif blob.lost and blob.io is None:
             assert blob.state in {State.LOST, State.FREED}
+        if blob.listed:
+            assert blob.state not in {State.FREED, State.LOST}
+            assert not blob.asked
+            assert not blob.on_device
+            key, ranked = held.ahead._ranking._blobs[blob.id]
+            assert ranked is blob
+            assert key == held._order.next_use(blob.index, used=False)
+        assert blob.state is State.FREED or blob.on_device == (blob.id in simulation.ahead)
         assert blob.ranking is held._ranking_for(blob)
         if blob.ranking is not None:
             key, ranked = blob.ranking._blobs[blob.id]
             assert ranked is blob
             assert abs(key) == abs(held.next_use(blob)), "ranked by an order that is over"
-        assert not blob.wanted or (blob.state is State.DIRTY and not blob.members.may_write)
+        assert not blob.wanted or blob.state is State.DIRTY
+        assert not blob.wanted or blob.pins or not blob.members.may_write
         assert blob.leaving == (
             blob.wanted
             or (blob.state is State.WRITING and not blob.cancelling)
             or (blob.state is State.FREED and blob.io is not None and blob.pins == 0)
         )
 
+    assert {b.id for b in blobs if b.listed} == {b.id for b in held.ahead._ranking}
     assert {b.id for b in blobs if b.io} == set(simulation.ops)
     assert {b.id for b in blobs if b.filling} == set(simulation.filling)
     assert {b.id for b in blobs if b.state is not State.FREED} == set(simulation.live)
     assert residency.live_blobs == len(simulation.live)
     assert held.waiting.keys() <= simulation.live.keys()
-    assert all(b.state in ON_DISK and not b.pins for b in held.waiting.values())
+    assert all(b.state in ON_DISK for b in held.waiting.values())
     assert sum(b.pins for b in blobs) == len(simulation.loans)
     assert held.in_flight == len(simulation.ops) + len(simulation.filling)
     assert held.leaving_bytes == sum(b.size_bytes for b in blobs if b.leaving)

@@ -57,6 +57,7 @@ RULES = (
             "disco_client.cuda",
             "disco_client.pinning",
             "disco_client.ipc",
+            "disco_client.ring",
         ),
     ),
     Rule(

@@ -72,13 +72,43 @@ class AnyUse(RuleBasedStateMachine):
                 simulation.fill(blob)
 
     @precondition(lambda self: self.simulation.filling)
-    @rule(data=st.data(), fails=st.sampled_from([False, False, True]))
-    def land(self, data: st.DataObject, fails: bool) -> None:
+    @rule(data=st.data(), outcome=st.sampled_from(["lands", "lands", "spoilt", "fails"]))
+    def land(self, data: st.DataObject, outcome: str) -> None:
         blob = self.pick(data, self.simulation.filling)
-        if fails:
+        if outcome == "fails":
             self.simulation.abandon(blob)
         else:
-            self.simulation.fill(blob)
+            self.simulation.fill(blob, spoilt=outcome == "spoilt")
+
+    @precondition(lambda self: self.simulation.live)
+    @rule(data=st.data())
+    def list_ahead(self, data: st.DataObject) -> None:
+        self.simulation.list_ahead(self.pick(data, self.simulation.live))
+
+    @precondition(lambda self: self.simulation.live)
+    @rule()
+    def list_all_ahead(self) -> None:
+        for blob in list(self.simulation.live):
+            self.simulation.list_ahead(blob)
+
+    @rule()
+    def lend_ahead(self) -> None:
+        self.simulation.lend_ahead()
+
+    @precondition(lambda self: self.simulation.ahead)
+    @rule(data=st.data())
+    def give_up_ahead(self, data: st.DataObject) -> None:
+        self.simulation.give_up_ahead(self.pick(data, self.simulation.ahead))
+
+    @precondition(lambda self: self.simulation.live)
+    @rule(data=st.data())
+    def serve(self, data: st.DataObject) -> None:
+        blob = self.pick(data, self.simulation.live)
+        try:
+            self.simulation.serve(blob)
+        except BlobModified:
+            assert blob in self.simulation.modified
+            self.simulation.give_up_ahead(blob)
 
     @precondition(lambda self: self.simulation.live)
     @rule(data=st.data())

@@ -12,6 +12,8 @@ from discod import tenant as tenant_module
 from discod.budget import Budget
 from discod.checksum import Mode
 from discod.engine import Engine
+from discod.gpus import Gpus
+from discod.loop import Loop
 from discod.mapping import Mapping
 from discod.scratch_file import ScratchFile
 from discod.tenant import File, Tenant, Who
@@ -42,6 +44,7 @@ class Held:
             Mapping(arena, 16 * PAGE),
             [File(scratch, self.engine, 0)],
             Mode.SAMPLED,
+            Gpus(Loop()),
             self.answers.append,
             lambda file: None,
         )

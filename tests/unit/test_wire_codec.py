@@ -18,7 +18,17 @@ from discod.wire.codec import (
     decode,
     encode,
 )
-from discod.wire.messages import VERBS, Attach, Failed, Message, Ping, StatusReply, Welcome, Write
+from discod.wire.messages import (
+    VERBS,
+    Attach,
+    Failed,
+    Message,
+    OpenRing,
+    Ping,
+    StatusReply,
+    Welcome,
+    Write,
+)
 
 FIELDS = {
     int: st.integers(-1, 2**63 - 1),
@@ -26,6 +36,7 @@ FIELDS = {
     bytes: st.binary(max_size=MAX_BYTES_FIELD),
     bool: st.booleans(),
     tuple[str, ...]: st.lists(st.text(max_size=50), max_size=10).map(tuple),
+    tuple[bytes, ...]: st.lists(st.binary(max_size=MAX_BYTES_FIELD), max_size=10).map(tuple),
 }
 MESSAGES = st.one_of(
     [
@@ -43,6 +54,7 @@ ANYTHING = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.binary(), inner),
     max_leaves=20,
 )
+OPEN_RING = OpenRing(1, 2, 0, bytes(16), bytes(64), 4096, (bytes(64),) * MAX_LIST_ITEMS)
 WRITE = Write(seq=1, epoch=2, file=0, offset=0, slot=0, length=4096)
 
 
@@ -99,6 +111,10 @@ def test_a_changed_field_is_checked(message: Message, data: st.DataObject) -> No
         (Welcome(1, "", 1, 1, 1, 1, 1, ()), {"directories": "abc"}),
         (Welcome(1, "", 1, 1, 1, 1, 1, ()), {"directories": [1]}),
         (Welcome(1, "", 1, 1, 1, 1, 1, ()), {"directories": ["x"] * (MAX_LIST_ITEMS + 1)}),
+        (OPEN_RING, {"events": b"x"}),
+        (OPEN_RING, {"events": ["x"]}),
+        (OPEN_RING, {"events": [b"x" * (MAX_BYTES_FIELD + 1)]}),
+        (OPEN_RING, {"events": [b"x"] * (MAX_LIST_ITEMS + 1)}),
     ],
 )
 def test_what_breaks_the_protocol(message: Message, changes: dict[str, Any]) -> None:
@@ -144,6 +160,10 @@ def test_verb_ids_never_change() -> None:
         19: "Cancel",
         20: "Trim",
         21: "Ping",
+        22: "OpenRing",
+        23: "CloseRing",
+        24: "CopyOut",
+        25: "CopyIn",
         32: "Done",
         33: "Failed",
     }

@@ -73,6 +73,9 @@ class Departure(_Copy):
         ticket: Tells when the copy has landed.
         ready: Tells when the source has its value.
         exact: Whether what changes the source from now on comes after the copy.
+
+    Attributes:
+        lendable: Whether a load may get the source itself, as autograd would give it.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Departure(_Copy):
     ) -> None:
         self._before = _condition(flat)
         self._ready = ready
+        self.lendable = True
         self._exact = exact
         super().__init__(flat, ticket)
 
@@ -99,6 +103,7 @@ class Departure(_Copy):
 
     def settle(self) -> None:
         """Let the calling thread's stream change the source from now on: it waits for the copy."""
+        self.lendable = False
         if not self._exact:
             self._ticket.join(self.flat)
             self._exact = True

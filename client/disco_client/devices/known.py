@@ -33,6 +33,10 @@ class Devices:
         self._known: dict[str, Device | None] = {}
         self._limits: dict[torch.device, int] = {}
 
+    def make(self, kind: str, maker: Callable[[], Device | None]) -> None:
+        """Have ``maker`` make a device type's, in place of the usual way; before it is needed."""
+        self._makers[kind] = maker
+
     def of(self, device: torch.device) -> Device | None:
         """The device that ``device`` is a unit of; None: copies wait, as on the CPU."""
         kind = device.type

@@ -41,11 +41,11 @@ class Streamed:
         stream = self._side_stream(flat.device, "out")
         origin = self._module.current_stream(flat.device)
         try:
-            ready = StreamTicket(self._module, origin.record_event(), origin)
+            ready = self._ticket(origin, lent=True)
             stream.wait_event(ready.event)
             for start, end in self._parts(slot, slot + flat.nbytes):
                 self._copy(stream, self._memory(start, end), flat[start - slot : end - slot])
-            return Departure(flat, StreamTicket(self._module, stream.record_event()), ready)
+            return Departure(flat, self._ticket(stream), ready)
         except BaseException:
             stream.synchronize()
             raise
@@ -54,12 +54,11 @@ class Streamed:
         """As :meth:`interface.Device.stage_in`."""
         flat = self._allocate(nbytes, device)
         stream = self._side_stream(flat.device, "in")
-        origin = self._module.current_stream(flat.device)
         try:
-            stream.wait_stream(origin)
+            stream.wait_stream(self._module.current_stream(flat.device))
             for start, end in self._parts(slot, slot + nbytes):
                 self._copy(stream, flat[start - slot : end - slot], self._memory(start, end))
-            return Arrival(flat, StreamTicket(self._module, stream.record_event(), origin))
+            return Arrival(flat, self._ticket(stream, lent=True))
         except BaseException:
             stream.synchronize()
             raise
@@ -87,6 +86,9 @@ class Streamed:
         with self._module.stream(stream):
             target.copy_(source, non_blocking=True)
 
+    def _ticket(self, stream: Any, lent: bool = False) -> "StreamTicket":
+        return StreamTicket(self._module, stream.record_event(), lent)
+
     def _parts(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """The arena's bytes from ``start`` to ``end``, in parts that one copy can take each."""
         yield start, end
@@ -108,13 +110,13 @@ class StreamTicket:
     Args:
         module: As for :class:`Streamed`.
         event: Recorded there.
-        origin: The stream that the memory belongs to, where it is lent to another by a join.
+        lent: Whether the stream that joins may not be the one that the memory was allocated on.
     """
 
-    def __init__(self, module: Any, event: Any, origin: Any = None) -> None:
+    def __init__(self, module: Any, event: Any, lent: bool = False) -> None:
         self._module = module
         self.event = event
-        self._origin = origin
+        self._lent = lent
 
     def done(self) -> bool:
         """As :meth:`interface.Ticket.done`."""
@@ -128,6 +130,10 @@ class StreamTicket:
         """As :meth:`interface.Ticket.join`."""
         current = self._module.current_stream(flat.device)
         current.wait_event(self.event)
-        if self._origin is not None and current != self._origin:
-            # Allocated on one stream and used on another: the allocator has to know of both.
-            flat.record_stream(current)
+        if self._lent:
+            self._lend(flat, current)
+
+    def _lend(self, flat: torch.Tensor, stream: Any) -> None:
+        """Let the allocator know of a stream that uses the memory; nothing where it is its own."""
+        if not flat.is_cpu:  # whose allocator knows no streams
+            flat.record_stream(stream)
