@@ -1,0 +1,185 @@
+"""``python -m tests.gpu`` without a GPU, so that the one try on hardware is not spent on typing."""
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu import longest, overlap, report, runner
+from tests.gpu.bench import Row, at_least, at_most, guarded, left_out
+from tests.gpu.faults import helper_pid
+
+ROOT = Path(__file__).parents[2]
+
+
+def plan(directory: Path, *parts: str, **changes: Any) -> runner.Plan:
+    """A run on the CPU with all its files in ``directory``."""
+    for name in ("scratch", "sockets", "out"):
+        (directory / name).mkdir()
+    settings: dict[str, Any] = {
+        "parts": parts,
+        "device": "cpu",
+        "quick": True,
+        "seconds": 100.0,
+        "jobs": 1,
+    }
+    places = {name: directory / name for name in ("scratch", "sockets", "out")}
+    return runner.Plan(**(settings | places | changes))
+
+
+def line(part: str, ok: bool | None, value: str = "v") -> runner.Line:
+    """A row as the runner has it."""
+    return {"part": part, "what": "w", "value": value, "goal": "", "ok": ok, "data": None}
+
+
+@pytest.mark.timeout(300)
+def test_the_whole_script_runs_without_a_gpu(tmp_path: Path, short_dir: Path) -> None:
+    """Else the script would rot unseen, and fail in the minutes that there is a GPU."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--quick"]
+    command += ["--out", str(tmp_path / "out"), "--scratch", str(scratch)]
+    outcome = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(short_dir)},
+        capture_output=True,
+        text=True,
+    )
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    judged = {row["part"] for row in results["rows"] if row["ok"]}
+    assert judged == set(runner.LIMITS_SECONDS) - runner.GPU_ONLY - {"step", "longest"}
+    assert {row["part"] for row in results["rows"]} == set(runner.LIMITS_SECONDS)
+    assert "torch" in results["header"]
+    table = (tmp_path / "out" / "results.md").read_text()
+    assert table.count("\n| ") == len(results["rows"]) + 2
+    curves = ElementTree.parse(tmp_path / "out" / "longest.svg").iter("{*}polyline")
+    assert all(" " in curve.attrib["points"] for curve in curves)
+    assert list(scratch.iterdir()) == []
+    assert list(short_dir.iterdir()) == []
+
+
+def test_a_part_out_of_time_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one copy that hangs would cost the results of all parts."""
+    monkeypatch.setitem(runner.LIMITS_SECONDS, "memory", 0.2)
+    shown: list[runner.Line] = []
+    lines = runner.run(plan(tmp_path, "memory", "graphs"), shown.append)
+    assert shown == lines
+    assert [(row["part"], row["what"], row["ok"]) for row in lines] == [
+        ("memory", "time limit", False),
+        ("memory", "time", None),
+        ("graphs", "all of it", None),
+    ]
+    assert not report.passed(lines)
+
+
+def test_a_part_that_fails_is_told(tmp_path: Path) -> None:
+    """Else a part that did not even start would count as passed."""
+    lines = runner.run(plan(tmp_path, "memory", device="nowhere"), lambda row: None)
+    assert lines[0]["ok"] is False
+    assert lines[0]["value"].startswith("exit code 1")
+    assert "nowhere" in lines[0]["value"]
+
+
+def test_parts_without_time_left_are_not_run(tmp_path: Path) -> None:
+    """Else the whole would take longer than it was given."""
+    (row,) = runner.run(plan(tmp_path, "memory", seconds=0.0), lambda row: None)
+    assert row["ok"] is False
+    assert row["value"].startswith("not run")
+
+
+def test_an_exception_is_a_failed_row() -> None:
+    """Else a part's later checks would be lost with the first one that raises."""
+
+    def rows() -> Iterator[Row]:
+        yield Row("one", "1")
+        raise torch.OutOfMemoryError("all of it")
+
+    first, second = guarded("both", rows())
+    assert first == Row("one", "1")
+    assert (second.ok, second.value) == (False, "OutOfMemoryError: all of it")
+
+
+def test_goals_are_judged() -> None:
+    """Else a figure beyond its goal would pass, or one that was not taken would."""
+    assert [at_least("rate", value, 0.9).ok for value in (0.9, 0.899)] == [True, False]
+    assert [at_most("time", value, 1.02).ok for value in (1.02, 1.021)] == [True, False]
+    assert left_out("rate", "no GPU").ok is None
+    assert report.passed([line("step", True), line("step", None)])
+    assert not report.passed([line("step", True), line("step", False)])
+    assert not report.passed([])
+
+
+def test_markdown_keeps_its_columns() -> None:
+    """Else an error's text with a bar or a line break in it would tear the table."""
+    page = report.markdown({"gpu": "none"}, [line("step", True, "a|b\nc")])
+    assert r"| step | w | a\|b c |  | ok |" in page
+
+
+def test_overlap_of_copies_and_kernels() -> None:
+    """Else copies would be said to be hidden that were waited for."""
+
+    def event(category: str, name: str, start: float, micros: float) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": micros}
+
+    found = overlap.of_events(
+        [
+            {"ph": "M", "name": "process_name"},
+            event("cpu_op", "aten::mm", 0, 1000),
+            event("kernel", "gemm", 100, 50),
+            event("kernel", "gemm on another stream", 120, 60),
+            event("kernel", "gemm", 300, 100),
+            event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 150, 100),
+            event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 310, 20),
+            event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 500, 70),
+        ]
+    )
+    assert found == overlap.Overlap(copies=120, covered=50, pinned=100)
+
+
+@pytest.mark.parametrize("limit", [8192, 40000, 65536, 100000])
+def test_search_finds_the_longest(limit: int) -> None:
+    """Else a sequence would be called the longest that is not, or that does not fit."""
+    tried: list[int] = []
+
+    def attempt(length: int) -> longest.Fit | None:
+        tried.append(length)
+        return longest.Fit(length, 0.0, length) if length <= limit else None
+
+    found = longest.search(attempt, 8192, 1 << 20, refinements=5, seconds=60)
+    lengths = [fit.length for fit in found.fits]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] <= limit
+    assert found.too_long is not None
+    assert limit < found.too_long <= lengths[-1] * 1.25
+    assert len(tried) == len(set(tried))
+
+
+def test_search_minds_the_time() -> None:
+    """Else one step of a long sequence would take all the time that there is."""
+    found = longest.search(lambda n: longest.Fit(n, n / 1000, 0), 1000, 1 << 20, 2, seconds=20)
+    assert [fit.length for fit in found.fits] == [1000, 2000]
+    assert found.too_long is None
+
+
+def test_search_without_room_for_the_shortest() -> None:
+    """Else the table would be empty, and say nothing of why."""
+    with pytest.raises(RuntimeError, match="not even 1000 tokens"):
+        longest.search(lambda n: None, 1000, 8000, 2, seconds=20)
+
+
+def test_pid_of_the_gpu_process() -> None:
+    """Else the script would kill the wrong process, or none."""
+    status = {"pid": 1, "clients": [{"pid": 2}], "scratch": [{"path": "/nvme"}]}
+    assert helper_pid(status) is None
+    assert helper_pid(status | {"gpus": [{"uuid": "GPU-1", "pid": 3}]}) == 3
