@@ -21,7 +21,7 @@ import disco_client
 from disco_client import DiskOffloadManager, connection
 from disco_client.devices.interface import Arrival
 from disco_client.ipc import Ipc
-from discod.gpus import MOST_DEATHS
+from discod.gpu_host import MOST_DEATHS
 from tests.helpers.daemon import Daemon, eventually
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.fake_streams import EagerDriver, use_for_cpu_tensors
