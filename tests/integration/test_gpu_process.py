@@ -179,7 +179,7 @@ class TestCopies:
         """A rank that saves much would hold up the loads of the other ranks of its GPU."""
         greedy, modest = raw_client(daemon), raw_client(daemon)
         greedy_ring, modest_ring = opened(greedy, driver), opened(modest, driver)
-        fake.delay("copy", 0.02, pid=pids(daemon)[0])
+        fake.delay("copy", 0.05, pid=pids(daemon)[0])
         sent = [greedy_ring.copy_out(greedy, 0, 0, 100) for _ in range(100)]
         assert isinstance(modest.answer(modest_ring.copy_in(modest, 0, 0, MIB)), Done)
         assert daemon.status()["clients"][0]["in_flight"] > 20
