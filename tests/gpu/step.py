@@ -14,6 +14,7 @@ from tests.gpu.bench import (
     Row,
     at_most,
     guarded,
+    ipc_use,
     left_out,
     missing_transports,
     name_of,
@@ -70,9 +71,10 @@ def run(bench: Bench) -> Iterator[Row]:
         for transport in transports(bench):
             what = f"{load.name}, {name_of(transport)}"
             arena = arena_bytes(load, saved_bytes, plain_seconds, rates)
-            with bench.attached(arena=arena, min_bytes=blob_bytes, **transport):
+            with bench.attached(arena=arena, min_bytes=blob_bytes, **transport) as daemon:
                 yield from guarded(what, _compare(bench, what, load, task))
                 yield from guarded(f"overlap, {what}", _overlap(bench, what, task))
+                yield from ipc_use(bench, what, transport, daemon)
         del task
 
 
