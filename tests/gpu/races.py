@@ -69,9 +69,9 @@ class Course:
 
 FULL = (
     # Copies of 16 MiB take as long as the calls that start them, so many are under way at a time.
-    Course("1GiB", 1 << 22, window=32, rounds=2000, least=500),
+    Course("1GiB", 1 << 22, window=32, rounds=2000, least=200),
     # Twice the arena is alive, so half of it goes over the disk, which sets the pace.
-    Course("64MiB", 1 << 20, window=32, rounds=1000, least=100),
+    Course("64MiB", 1 << 20, window=32, rounds=1000, least=50),
 )
 QUICK = (
     Course("16MiB", 1 << 14, window=64, rounds=100, least=50),

@@ -51,8 +51,8 @@ class Load:
 
 
 LOADS = (
-    Load("compute-heavy", Shape(12, 4096, 1, 16384), 7, GOAL_STEP, None),
-    Load("I/O-heavy", Shape(16, 1024, 32, 1024), 5, None, 0.5),
+    Load("compute-heavy", Shape(8, 4096, 1, 16384), 6, GOAL_STEP, None),
+    Load("I/O-heavy", Shape(16, 1024, 32, 1024), 4, None, 0.5),
 )
 QUICK = Shape(layers=4, width=128, batch=1, length=256, head_width=64)
 
