@@ -18,7 +18,7 @@ REPLAYS = 20
 
 def run(bench: Bench) -> Iterator[Row]:
     """Captures, then one GPU of several, then several in one process."""
-    torch.ones(1, device=bench.device) * 2 + 1  # loads the kernels, which a capture cannot
+    torch.ones(NUMBERS, device=bench.device) * 2 + 1  # loads the kernels, which a capture cannot
     with bench.attached(arena="64MiB"):
         yield from guarded("save in a capture", _refused(bench))
         yield from guarded("saves between replays", _between_replays(bench))
