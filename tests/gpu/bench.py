@@ -1,6 +1,5 @@
 """What a part is given, and what it gives back: a device, a place for its daemons, and rows."""
 
-import inspect
 import math
 import os
 import traceback
@@ -13,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 import disco_client
+from disco_client import connection
+from discod.wire.sizes import format_size
 from tests.helpers.daemon import Daemon
 
 T = TypeVar("T")
@@ -136,23 +137,30 @@ class Bench:
 
 def transports(bench: Bench) -> list[dict[str, str]]:
     """``connect``'s settings for each transport that can be had here."""
-    if "transport" not in inspect.signature(disco_client.connect).parameters:
-        return [{}]
     names = ("shared-memory", "cuda-ipc") if bench.on_gpu else ("shared-memory",)
     return [{"transport": name} for name in names]
 
 
 def missing_transports(bench: Bench) -> Iterator[Row]:
-    """A row that says which transports :func:`transports` has not, and why."""
-    names = [settings.get("transport") for settings in transports(bench)]
-    if "cuda-ipc" not in names:
-        why = "connect() has no transport= yet" if bench.on_gpu else "needs a GPU"
-        yield left_out("cuda-ipc", why)
+    """A row for the transport that :func:`transports` has not."""
+    if not bench.on_gpu:
+        yield left_out("cuda-ipc", "needs a GPU")
 
 
 def name_of(transport: dict[str, str]) -> str:
     """The transport's name."""
-    return transport.get("transport", "shared-memory")
+    return transport["transport"]
+
+
+def ipc_use(bench: Bench, where: str, transport: dict[str, str], daemon: Daemon) -> Iterator[Row]:
+    """Whether the daemon's GPU process did the copies: without it this one does, as well."""
+    if transport["transport"] != "cuda-ipc":
+        return
+    copied_bytes = sum(gpu["copied_bytes"] for gpu in daemon.status()["gpus"])
+    device = connection.current().store._devices.of(bench.device)
+    gave_up = getattr(device, "_failed", True)
+    value = f"{format_size(copied_bytes)}{', then it gave up' if gave_up else ''}"
+    yield Row(f"copied by the daemon, {where}", value, "> 0", copied_bytes > 0 and not gave_up)
 
 
 def leftovers(daemon: Daemon) -> list[str]:

@@ -20,6 +20,7 @@ from tests.gpu.bench import (
     Bench,
     Row,
     guarded,
+    ipc_use,
     left_out,
     missing_transports,
     name_of,
@@ -67,17 +68,19 @@ def run(bench: Bench) -> Iterator[Row]:
     for transport in transports(bench):
         for keep in (None, 0) if bench.on_gpu else (None,):
             where = name_of(transport) + ("" if keep is None else f", keep_on_device={keep}")
-            settings = {"keep_on_device": keep, **transport}
-            yield from guarded(where, _with_settings(bench, where, settings, oracles))
+            rows = _with_settings(bench, where, keep, transport, oracles)
+            yield from guarded(where, rows)
 
 
 def _with_settings(
-    bench: Bench, where: str, settings: dict[str, Any], oracles: "Oracles"
+    bench: Bench, where: str, keep: int | None, transport: dict[str, str], oracles: "Oracles"
 ) -> Iterator[Row]:
     arena, min_bytes = bench.pick(("8MiB", "128KiB"), ("2MiB", "4KiB"))
-    with bench.attached(arena=arena, min_bytes=min_bytes, **settings):
+    settings: dict[str, Any] = {"arena": arena, "min_bytes": min_bytes, "keep_on_device": keep}
+    with bench.attached(**settings, **transport) as daemon:
         for form in ALL:
             yield from guarded(f"{form}, {where}", _compare(form, where, oracles))
+        yield from ipc_use(bench, where, transport, daemon)
 
 
 def _compare(form: Form, where: str, oracles: "Oracles") -> Iterator[Row]:

@@ -153,13 +153,8 @@ def _kill_helper(job: Job) -> None:
 
 
 def helper_pid(status: dict[str, Any]) -> int | None:
-    """The pid of the daemon's first GPU process, as its status has it."""
-    for name, entries in status.items():
-        if name != "clients" and isinstance(entries, list):
-            for entry in entries:
-                if isinstance(entry, dict) and "pid" in entry:
-                    return int(entry["pid"])
-    return None
+    """The pid of the daemon's first GPU process that runs, as its status has it."""
+    return next((int(gpu["pid"]) for gpu in status["gpus"] if gpu["pid"]), None)
 
 
 def _trainer_killed(bench: Bench, where: str, job: Job) -> Iterator[Row]:

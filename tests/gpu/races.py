@@ -23,6 +23,7 @@ from tests.gpu.bench import (
     Bench,
     Row,
     guarded,
+    ipc_use,
     missing_transports,
     name_of,
     transports,
@@ -68,9 +69,9 @@ class Course:
 
 FULL = (
     # Copies of 16 MiB take as long as the calls that start them, so many are under way at a time.
-    Course("1GiB", 1 << 22, window=32, rounds=2000, least=500),
+    Course("1GiB", 1 << 22, window=32, rounds=2000, least=200),
     # Twice the arena is alive, so half of it goes over the disk, which sets the pace.
-    Course("64MiB", 1 << 20, window=32, rounds=1000, least=100),
+    Course("64MiB", 1 << 20, window=32, rounds=1000, least=50),
 )
 QUICK = (
     Course("16MiB", 1 << 14, window=64, rounds=100, least=50),
@@ -105,7 +106,7 @@ def run(bench: Bench) -> Iterator[Row]:
 def _on_course(
     bench: Bench, where: str, course: Course, transport: dict[str, str]
 ) -> Iterator[Row]:
-    with bench.attached(arena=course.arena, **transport):
+    with bench.attached(arena=course.arena, **transport) as daemon:
         hooked, by_hand = through_hooks(), through_manager()
         changed = Way(by_hand.save, by_hand.load, changes=True)
         risky = Way(hooked.save, hooked.load, changes=True, may_refuse=True)
@@ -124,6 +125,7 @@ def _on_course(
             yield from guarded(what, _crossing(bench, course, what, hooked))
         live = disco_client.stats().live_blobs
         yield Row(f"nothing stays, {where}", f"{live} live blobs", "0", live == 0)
+        yield from ipc_use(bench, where, transport, daemon)
 
 
 def through_hooks() -> Way:

@@ -22,10 +22,10 @@ LIMITS_SECONDS = {
     "races": 60,
     "pinning": 30,
     "memory": 40,
-    "step": 60,
+    "step": 70,
     "staging": 45,
     "graphs": 40,
-    "longest": 90,
+    "longest": 80,
 }
 """Each part, in the order to run them, and what it may take: some twice what it should on a GPU."""
 

@@ -1,10 +1,12 @@
 """``staging``: rates of saves and loads against plain copies to and from torch's pinned memory.
 
 Both are timed by events of the current stream, which waits for each copy of ``save_tensor`` and of
-``load_tensor``. The arena has room for all, so the disk has no part in it.
+``load_tensor``; over CUDA IPC it waits for the ring alone, so there the clock runs until all of it
+is in the arena. The arena has room for all, so the disk has no part in it.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 
 import torch
@@ -17,6 +19,7 @@ from tests.gpu.bench import (
     Row,
     at_least,
     guarded,
+    ipc_use,
     left_out,
     missing_transports,
     name_of,
@@ -43,19 +46,22 @@ def run(bench: Bench) -> Iterator[Row]:
     total = bench.pick(TOTAL, QUICK_TOTAL)
     for transport in transports(bench):
         settings = {"keep_on_device": 0, "staging": 2 * total, "arena": 2 * total, **transport}
-        with bench.attached(**settings):
+        with bench.attached(**settings) as daemon:
             for size in bench.pick(SIZES, QUICK_SIZES):
                 what = f"{size >> 20} MiB, {name_of(transport)}"
-                yield from guarded(what, Moves(bench, size, total).compare(what))
+                yield from guarded(what, Moves(bench, transport, size, total).compare(what))
             yield from guarded("pinning", pinning_cost(bench, name_of(transport)))
+            yield from ipc_use(bench, name_of(transport), transport, daemon)
 
 
 class Moves:
     """Tensors of one size, moved by discod and without it, in turns."""
 
-    def __init__(self, bench: Bench, size: int, total: int) -> None:
+    def __init__(self, bench: Bench, transport: dict[str, str], size: int, total: int) -> None:
         self._bench = bench
-        self._timer: Timer = event_seconds if bench.on_gpu else lambda w: seconds_of(bench, w)
+        clock: Timer = partial(seconds_of, bench)
+        self._timer = event_seconds if bench.on_gpu else clock
+        self._save_timer = clock if name_of(transport) == "cuda-ipc" else self._timer
         self._total = total
         self._sources = [
             torch.full((size // 4,), float(i), device=bench.device) for i in range(total // size)
@@ -92,11 +98,16 @@ class Moves:
     def _out(self) -> float:
         def save() -> None:
             self._handles += [self._manager.save_tensor(source) for source in self._sources]
+            if self._save_timer is not self._timer:
+                self._wait()
 
-        seconds = self._timer(save)
+        seconds = self._save_timer(save)
+        self._wait()
+        return self._total / seconds
+
+    def _wait(self) -> None:
         for handle in self._handles:
             self._manager.wait_for_save(handle)
-        return self._total / seconds
 
     def _back(self) -> float:
         loaded: list[Tensor] = []
@@ -147,4 +158,4 @@ def pinning_cost(bench: Bench, where: str) -> Iterator[Row]:
 def arena_pinning(bench: Bench):  # type: ignore[no-untyped-def]  # of the client's inside
     """The client's ``Pinning``, or None where it has none."""
     device = connection.current().store._devices.of(bench.device)
-    return getattr(device, "_pinning", None)
+    return getattr(getattr(device, "_fallback", device), "_pinning", None)

@@ -14,6 +14,7 @@ from tests.gpu.bench import (
     Row,
     at_most,
     guarded,
+    ipc_use,
     left_out,
     missing_transports,
     name_of,
@@ -50,8 +51,8 @@ class Load:
 
 
 LOADS = (
-    Load("compute-heavy", Shape(12, 4096, 1, 16384), 7, GOAL_STEP, None),
-    Load("I/O-heavy", Shape(16, 1024, 32, 1024), 5, None, 0.5),
+    Load("compute-heavy", Shape(8, 4096, 1, 16384), 6, GOAL_STEP, None),
+    Load("I/O-heavy", Shape(16, 1024, 32, 1024), 4, None, 0.5),
 )
 QUICK = Shape(layers=4, width=128, batch=1, length=256, head_width=64)
 
@@ -70,9 +71,10 @@ def run(bench: Bench) -> Iterator[Row]:
         for transport in transports(bench):
             what = f"{load.name}, {name_of(transport)}"
             arena = arena_bytes(load, saved_bytes, plain_seconds, rates)
-            with bench.attached(arena=arena, min_bytes=blob_bytes, **transport):
+            with bench.attached(arena=arena, min_bytes=blob_bytes, **transport) as daemon:
                 yield from guarded(what, _compare(bench, what, load, task))
                 yield from guarded(f"overlap, {what}", _overlap(bench, what, task))
+                yield from ipc_use(bench, what, transport, daemon)
         del task
 
 

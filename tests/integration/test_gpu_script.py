@@ -180,6 +180,6 @@ def test_search_without_room_for_the_shortest() -> None:
 
 def test_pid_of_the_gpu_process() -> None:
     """Else the script would kill the wrong process, or none."""
-    status = {"pid": 1, "clients": [{"pid": 2}], "scratch": [{"path": "/nvme"}]}
-    assert helper_pid(status) is None
-    assert helper_pid(status | {"gpus": [{"uuid": "GPU-1", "pid": 3}]}) == 3
+    stopped, running = {"uuid": "GPU-1", "pid": 0}, {"uuid": "GPU-2", "pid": 3}
+    assert helper_pid({"pid": 1, "gpus": []}) is None
+    assert helper_pid({"pid": 1, "gpus": [stopped, running]}) == 3
