@@ -37,8 +37,6 @@ GARBAGE = 0xA5
 RESIZED = "the storage is resized"
 CPU = torch.device("cpu")
 MODES = ("early", "late", "random")
-MOST_REFUSALS = 24
-"""Of one event: a client that polls would else wait for ever for what nobody forces."""
 
 
 class Event:
@@ -120,9 +118,13 @@ class Machine:
         seed: Of all its choices.
         mode: One of ``MODES``.
         lazy: Whether compute streams, too, do what they are given later.
+        refusals: Of one event, at most, to say that it is passed when nothing forbids it: a client
+            that polls would else wait for ever for what nobody forces.
     """
 
-    def __init__(self, seed: int = 0, mode: str = "random", *, lazy: bool = False) -> None:
+    def __init__(
+        self, seed: int = 0, mode: str = "random", *, lazy: bool = False, refusals: int = 24
+    ) -> None:
         self.lock = threading.RLock()
         self.violations: list[str] = []
         self.tolerates_shrunk = False
@@ -132,6 +134,7 @@ class Machine:
         self.mode = mode
         self._random = random.Random(seed)
         self._lazy = lazy
+        self._refusals = refusals
         self._streams: list[Stream] = []
         self._default: dict[torch.device, Stream] = {}
         self._current = threading.local()
@@ -184,7 +187,7 @@ class Machine:
         """How often an event may say that it is not passed though nothing forbids it."""
         if self.mode == "early":
             return 0
-        return MOST_REFUSALS if self.mode == "late" else self._random.randrange(MOST_REFUSALS)
+        return self._refusals if self.mode == "late" else self._random.randrange(self._refusals)
 
     def move(self) -> None:
         """Let streams go on, or not."""
