@@ -1,5 +1,6 @@
 """Fixtures for the client's side. The daemon's are in ``tests/integration/conftest.py``."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -41,3 +42,9 @@ def attach_to() -> Iterator[Callable[..., None]]:
 def attach(attach_to: Callable[..., None], daemon: Any) -> Callable[..., None]:
     """``attach(**settings)`` attaches this process to the test's own daemon."""
     return lambda **settings: attach_to(daemon, **settings)
+
+
+@pytest.fixture(scope="session")
+def first_seed() -> int:
+    """Of random programs; DISCOD_TEST_SEED tries others than usual."""
+    return int(os.environ.get("DISCOD_TEST_SEED", "0"))

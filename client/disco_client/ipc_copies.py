@@ -85,6 +85,8 @@ class OutCopies:
         slot: Where in the arena.
     """
 
+    needs_daemon = True
+
     def __init__(self, lane: Lane, slot: int) -> None:
         self._lane = lane
         self._slot = slot
@@ -176,6 +178,8 @@ class InCopies:
         slot: Where in the arena.
         flat: The memory to fill, just allocated on the calling thread's stream.
     """
+
+    needs_daemon = True
 
     def __init__(self, lane: Lane, slot: int, flat: torch.Tensor) -> None:
         self._lane = lane

@@ -114,10 +114,13 @@ class Session:
             DaemonLost: Room could only be made by a daemon that is gone.
         """
         blob = self._place(align_up(size_bytes), group, device)
+        departure = None
         try:
             slot = self._residency.slot(blob)
             departure = fill(slot, self._arena.view[slot : slot + size_bytes])
         except BaseException:
+            if departure is not None:
+                self.wait_or_tear(departure.landed)
             with self._monitor.section():
                 self._transfers.carry_out(self._residency.abandon(blob))
                 self._monitor.tell_waiters()
@@ -146,7 +149,7 @@ class Session:
                 with self._monitor.section():
                     if self._try_load(blob, wait):
                         return self._lend(blob, size_bytes)
-                    self.link.check(blocked=True)
+                    self._check_link()
                     seen = self._monitor.changes
                 self._monitor.pause(seen)
         finally:
@@ -223,7 +226,7 @@ class Session:
                     return
                 if deadline is not None and time.monotonic() >= deadline:
                     raise TimeoutError(f"the save was not done within {timeout} s; it goes on")
-                self.link.check(blocked=True)
+                self._check_link()
                 seen = self._monitor.changes
             self._monitor.pause(seen, deadline)
 
@@ -242,7 +245,7 @@ class Session:
                 value = attempt()
                 if value:
                     return value
-                self.link.check(blocked=True)
+                self._check_link()
                 seen = self._monitor.changes
             self._monitor.pause(seen, time.monotonic() + POLL_SECONDS if look else None)
 
@@ -252,10 +255,16 @@ class Session:
         For what still writes to a slot that is about to be given to another blob.
         """
         try:
-            self.wait_for(ended)
+            self.wait_for(ended, look=True)
         except BaseException:
             self._monitor.tear()
             raise
+
+    def wait_for_copies(self) -> None:
+        """Until the copies that are under way now have landed, and the devices' memory is free."""
+        with self._monitor.section():
+            copies = self._staging.under_way
+        self.wait_for(lambda: all(copy.landed() for copy in copies), look=True)
 
     def prefetch(self, count: int | None) -> None:
         """Start reading the ``count`` blobs that are needed next, or as many as there is room."""
@@ -287,6 +296,7 @@ class Session:
 
     def _detach(self) -> None:
         self._units.close()
+        self._staging.close()
         self.link.close()
         self._arena.close()
 
@@ -297,6 +307,10 @@ class Session:
         self.link.abandon()
 
     # Inside of sections
+
+    def _check_link(self) -> None:
+        """In a wait. While a device copies by itself, it may be that which is waited for."""
+        self.link.check(blocked=not self._staging.device_works)
 
     def _take_drop(self, what: int | Loan) -> None:
         if isinstance(what, Loan):
@@ -343,7 +357,7 @@ class Session:
                     if blob is not None:
                         self._back(blob, size_bytes)
                         return blob
-                    self.link.check(blocked=True)
+                    self._check_link()
                     seen = self._monitor.changes
                 self._monitor.pause(seen)
         finally:

@@ -42,7 +42,7 @@ class SharedTensor(StoredTensor):
 
         False also where that cannot be told cheaply, as on disk at the first question.
         """
-        if tensor.device.type != "cpu":
+        if tensor.device.type != "cpu" or not self._store.copies_at_once(tensor.device):
             return made and self._made
         if self._digest is None:
             stored = self.peek()

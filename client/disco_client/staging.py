@@ -86,6 +86,17 @@ class Staging:
         """Whether a copy is under way, of which nothing but a look will tell."""
         return bool(self._leaving or self._arriving)
 
+    @property
+    def device_works(self) -> bool:
+        """Whether a copy is under way that ends without the daemon."""
+        return any(not copy.needs_daemon for copy in self.under_way)
+
+    @property
+    def under_way(self) -> list[Departure | Arrival]:
+        """The copies that had not landed at the last look."""
+        departures = [departure for copies in self._leaving.values() for _, departure in copies]
+        return departures + [arrival for arrival, _ in self._arriving]
+
     def settle(self) -> bool:
         """Take in the copies that have landed; whether there was any."""
         left = self._settle_leaving()
@@ -145,7 +156,7 @@ class Staging:
     def find(self, blob: int, device: torch.device) -> Arrival | Departure | None:
         """What ``device`` has of ``blob``, unchanged, for a load. A copy ahead is handed over."""
         source = self._sources.get(blob)
-        if source is not None and source.device == device and not source.changed:
+        if source is not None and source.device == device and _is_as_saved(source):
             return source
         arrival = self._ahead.get(blob)
         if arrival is None or arrival.device != device:
@@ -215,9 +226,18 @@ class Staging:
         if self._fixed_keep is None:
             self._keep = 0 if any(now[device] > before[device] for device in now) else 1
 
+    def close(self) -> None:
+        """All copies have ended, and no blob will be loaded: let go of all memory."""
+        held = self._leaving, self._leaving_bytes, self._sources, self._origins, self._ahead
+        for things in (*held, self._ahead_bytes, self._newest, self._arriving):
+            things.clear()
+
     def abandon(self) -> None:
         """In a forked child: none of it can be reached from here."""
-        departures = (departure for copies in self._leaving.values() for _, departure in copies)
-        arrivals = (arrival for arrival, _ in self._arriving)
-        for copy in (*departures, *arrivals):
+        for copy in self.under_way:
             copy.abandon()
+
+
+def _is_as_saved(source: Departure) -> bool:
+    """Whether a source can stand for what was saved; of an inference tensor, no one can tell."""
+    return not (source.changed or source.flat.is_inference())

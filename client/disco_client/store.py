@@ -33,6 +33,10 @@ class Store:
         self.session = session
         self._devices = devices
 
+    def copies_at_once(self, device: torch.device) -> bool:
+        """Whether the calling thread itself copies the tensors of ``device``."""
+        return self._devices.of(device) is None
+
     def put(
         self, tensor: torch.Tensor, spec: TensorSpec, group: Group, owner: object, at_once: bool
     ) -> tuple[int, End]:
@@ -64,7 +68,11 @@ class Store:
             flat = self._with_memory(lambda: flatten(tensor, spec))
             departure = device.stage_out(flat, slot)
             if at_once:
-                departure.settle()
+                try:
+                    departure.settle()
+                except BaseException:
+                    self.session.wait_or_tear(departure.landed)
+                    raise
             return departure
 
         return self.session.save(spec.nbytes, depart, group, owner, spec.device)
@@ -122,6 +130,7 @@ class Store:
             return make()
         except torch.OutOfMemoryError:
             self.session.give_up_ahead()
+            self.session.wait_for_copies()
             return make()
 
 

@@ -20,7 +20,13 @@ import torch
 
 
 class Ticket(Protocol):
-    """The end of one copy, as its device tells it."""
+    """The end of one copy, as its device tells it.
+
+    Attributes:
+        needs_daemon: Whether it never comes while there is no daemon.
+    """
+
+    needs_daemon: bool
 
     def done(self) -> bool:
         """Whether the copy has landed. Never waits."""
@@ -48,6 +54,11 @@ class _Copy:
         self.nbytes = flat.nbytes
         self._ticket = ticket
         self._landed = False
+
+    @property
+    def needs_daemon(self) -> bool:
+        """As :attr:`Ticket.needs_daemon`."""
+        return self._ticket.needs_daemon
 
     def landed(self) -> bool:
         """Whether it has ended. Never waits."""

@@ -12,6 +12,7 @@ import torch
 
 from disco_client.arena import Arena
 from disco_client.devices.interface import Arrival, Departure
+from disco_client.errors import HandleReleased
 
 STAGING_BYTES = 1 << 30
 """At most: several layers' inputs, so that the trainer's thread stays ahead of the device."""
@@ -38,27 +39,29 @@ class Streamed:
 
     def stage_out(self, flat: torch.Tensor, slot: int) -> Departure:
         """As :meth:`interface.Device.stage_out`."""
+        arena = self._mapping()
         stream = self._side_stream(flat.device, "out")
         origin = self._module.current_stream(flat.device)
         try:
             ready = self._ticket(origin, lent=True)
             stream.wait_event(ready.event)
             for start, end in self._parts(slot, slot + flat.nbytes):
-                self._copy(stream, self._memory(start, end), flat[start - slot : end - slot])
-            return Departure(flat, self._ticket(stream), ready)
+                self._copy(stream, _bytes(arena, start, end), flat[start - slot : end - slot])
+            return Departure(flat, self._ticket(stream, arena=arena), ready)
         except BaseException:
             stream.synchronize()
             raise
 
     def stage_in(self, slot: int, nbytes: int, device: torch.device) -> Arrival:
         """As :meth:`interface.Device.stage_in`."""
+        arena = self._mapping()
         flat = self._allocate(nbytes, device)
         stream = self._side_stream(flat.device, "in")
         try:
             stream.wait_stream(self._module.current_stream(flat.device))
             for start, end in self._parts(slot, slot + nbytes):
-                self._copy(stream, flat[start - slot : end - slot], self._memory(start, end))
-            return Arrival(flat, self._ticket(stream, lent=True))
+                self._copy(stream, flat[start - slot : end - slot], _bytes(arena, start, end))
+            return Arrival(flat, self._ticket(stream, lent=True, arena=arena))
         except BaseException:
             stream.synchronize()
             raise
@@ -86,15 +89,24 @@ class Streamed:
         with self._module.stream(stream):
             target.copy_(source, non_blocking=True)
 
-    def _ticket(self, stream: Any, lent: bool = False) -> "StreamTicket":
-        return StreamTicket(self._module, stream.record_event(), lent)
+    def _ticket(
+        self, stream: Any, lent: bool = False, arena: memoryview | None = None
+    ) -> "StreamTicket":
+        return StreamTicket(self._module, stream.record_event(), lent, arena)
 
     def _parts(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """The arena's bytes from ``start`` to ``end``, in parts that one copy can take each."""
         yield start, end
 
-    def _memory(self, start: int, end: int) -> torch.Tensor:
-        return torch.frombuffer(self._arena.view[start:end], dtype=torch.uint8)
+    def _mapping(self) -> memoryview:
+        """The arena, which stays mapped for as long as this is kept."""
+        view = self._arena.view
+        if not view:
+            raise HandleReleased(
+                "this process has detached from the daemon (close()) in the middle of this call, "
+                "and what it had saved is gone; end other threads' calls before close()"
+            )
+        return view
 
     def _side_stream(self, device: torch.device, direction: str) -> Any:
         key = device, direction
@@ -111,12 +123,18 @@ class StreamTicket:
         module: As for :class:`Streamed`.
         event: Recorded there.
         lent: Whether the stream that joins may not be the one that the memory was allocated on.
+        arena: What the copy needs of the arena, kept as long as this: a close does not unmap it.
     """
 
-    def __init__(self, module: Any, event: Any, lent: bool = False) -> None:
+    needs_daemon = False
+
+    def __init__(
+        self, module: Any, event: Any, lent: bool = False, arena: memoryview | None = None
+    ) -> None:
         self._module = module
         self.event = event
         self._lent = lent
+        self._arena = arena
 
     def done(self) -> bool:
         """As :meth:`interface.Ticket.done`."""
@@ -137,3 +155,7 @@ class StreamTicket:
         """Let the allocator know of a stream that uses the memory; nothing where it is its own."""
         if not flat.is_cpu:  # whose allocator knows no streams
             flat.record_stream(stream)
+
+
+def _bytes(arena: memoryview, start: int, end: int) -> torch.Tensor:
+    return torch.frombuffer(arena[start:end], dtype=torch.uint8)
