@@ -39,13 +39,13 @@ def line(part: str, ok: bool | None, value: str = "v") -> runner.Line:
     return {"part": part, "what": "w", "value": value, "goal": "", "ok": ok, "data": None}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)  # under a minute on an idle machine
 def test_the_whole_script_runs_without_a_gpu(tmp_path: Path, short_dir: Path) -> None:
     """Else the script would rot unseen, and fail in the minutes that there is a GPU."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     command = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--quick"]
-    command += ["--out", str(tmp_path / "out"), "--scratch", str(scratch)]
+    command += ["--out", str(tmp_path / "out"), "--scratch", str(scratch), "--seconds", "550"]
     outcome = subprocess.run(
         command,
         cwd=ROOT,
