@@ -2,7 +2,7 @@
 # The first command makes .venv and installs into it; it is made again when its inputs change.
 
 PYTHON ?= python3
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 

@@ -26,6 +26,15 @@ def eventually(probe: Callable[[], T], timeout: float = 10.0, what: str = "it") 
     return value
 
 
+def shm_entries() -> set[str]:
+    """What is in ``/dev/shm``, but for what torch and multiprocessing leave there for a time.
+
+    Other tests run at the same time, and theirs are such.
+    """
+    theirs = ("torch_", "sem.", "psm_", "gloo", "__KMP")
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(theirs)}
+
+
 class Daemon:
     """``discod`` in a process of its own.
 

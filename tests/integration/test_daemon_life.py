@@ -17,7 +17,7 @@ from discod.exits import Exit
 from discod.server import DRAIN_SECONDS
 from discod.wire.messages import Done, Ping, Read, Refused, Reply, Write
 from discod.wire.paths import ATTACH_SOCKET, IO_SOCKET
-from tests.helpers.daemon import Daemon, eventually
+from tests.helpers.daemon import Daemon, eventually, shm_entries
 from tests.helpers.raw_client import MIB, RawClient, attach, greet, make_arena
 
 Start = Callable[..., Daemon]
@@ -44,11 +44,11 @@ time.sleep(60)
 @pytest.fixture(autouse=True)
 def nothing_is_left(scratch: Path, socket_dir: Path) -> Iterator[None]:
     """Of any daemon or client: no file but the sockets of one that was killed."""
-    shm = set(os.listdir("/dev/shm"))
+    shm = shm_entries()
     yield
     assert os.listdir(scratch) == []
     assert set(os.listdir(socket_dir)) <= {ATTACH_SOCKET, IO_SOCKET}
-    assert set(os.listdir("/dev/shm")) <= shm
+    assert shm_entries() <= shm
 
 
 def free_bytes(path: Path) -> int:

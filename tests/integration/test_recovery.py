@@ -15,6 +15,7 @@ import torch
 
 import disco_client
 from disco_client import connection
+from tests.helpers.daemon import shm_entries
 from tests.helpers.jobs import Rank, run_job
 from tests.helpers.models import GPT, plain_checkpoint
 from tests.helpers.training import train
@@ -48,7 +49,7 @@ def test_daemon_killed_and_started_again(
 ) -> None:
     """The step completes over a new daemon, bit-equal: both fds handed back, requests resent."""
     expected = run(plain_checkpoint)
-    shm = set(os.listdir("/dev/shm"))
+    shm = shm_entries()
     attach(arena="2MiB", min_bytes="256KiB")
     daemons = [daemon]
 
@@ -68,7 +69,7 @@ def test_daemon_killed_and_started_again(
     disco_client.close()
     assert scratch_entries(daemon) == []
     assert socket_dir_entries(daemon) == set()
-    assert set(os.listdir("/dev/shm")) == shm
+    assert shm_entries() == shm
 
 
 def test_daemon_that_comes_back_later(
