@@ -76,7 +76,7 @@ class Ipc:
         copies = OutCopies(lane, slot)
         try:
             copies.start(flat)
-            return Departure(flat, copies, ready, exact=True)
+            return Departure(flat, copies, ready, taken=True)
         except BaseException:
             self._session.wait_or_tear(copies.done)
             raise

@@ -120,6 +120,7 @@ class Staging:
         if ahead:
             self._origins[blob] = device, departure.nbytes
         if not departure.lendable:
+            departure.let_go()
             return
         self._sources[blob] = departure
         self._newest.append(blob)
@@ -143,9 +144,9 @@ class Staging:
         return any_landed
 
     def _let_go(self, blob: int) -> None:
-        """Drop a source that need not stay, unless it has yet to land."""
+        """Drop a source that need not stay, unless it has yet to land and is needed for that."""
         source = self._sources.get(blob)
-        if source is not None and not source.landed():
+        if source is not None and not (source.landed() or source.let_go()):
             return
         self._sources.pop(blob, None)
         if blob in self._origins:
@@ -211,7 +212,9 @@ class Staging:
 
     def forget(self, blob: int) -> None:
         """The blob was freed: of its copies, only those under way are kept until they landed."""
-        self._sources.pop(blob, None)
+        source = self._sources.pop(blob, None)
+        if source is not None:
+            source.let_go()
         self._origins.pop(blob, None)
         if blob in self._newest:
             self._newest.remove(blob)

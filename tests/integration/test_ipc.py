@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import disco_client
 from disco_client import DiskOffloadManager, connection
@@ -153,6 +154,22 @@ def test_a_change_after_the_save_spoils_nothing(
     hidden.detach().zero_()
     squared.sum().backward()
     assert torch.equal(source.grad, 4 * expected)  # type: ignore[arg-type]
+
+
+def test_the_source_is_free_once_it_is_in_the_ring(
+    over_ipc: Callable[..., Ipc], fake: FakeCuda
+) -> None:
+    """Else the GPU's memory is held twice until the copy has landed."""
+    over_ipc(keep_on_device=1)
+    fake.delay("copy", 0.05)
+    tensors = [torch.randn(50_000, requires_grad=True) * number for number in range(1, 4)]
+    with disco_client.offload():
+        sums = [tensor.square().sum() for tensor in tensors]
+    freed = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+    del tensors
+    assert connection.current().session._staging.pending
+    assert [storage.expired() for storage in freed] == [True, True, False]
+    sum(sums).backward()  # type: ignore[union-attr]
 
 
 def test_the_process_is_killed_in_the_middle_of_copies(

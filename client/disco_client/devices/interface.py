@@ -83,19 +83,21 @@ class Departure(_Copy):
         flat: The source.
         ticket: Tells when the copy has landed.
         ready: Tells when the source has its value.
-        exact: Whether what changes the source from now on comes after the copy.
+        taken: Whether the source's bytes are in other memory by now, in the order of its stream:
+            then the copy needs it no more, and what changes it comes after.
 
     Attributes:
         lendable: Whether a load may get the source itself, as autograd would give it.
     """
 
     def __init__(
-        self, flat: torch.Tensor, ticket: Ticket, ready: Ticket, *, exact: bool = False
+        self, flat: torch.Tensor, ticket: Ticket, ready: Ticket, *, taken: bool = False
     ) -> None:
         self._before = _condition(flat)
         self._ready = ready
         self.lendable = True
-        self._exact = exact
+        self._taken = taken
+        self._exact = taken
         super().__init__(flat, ticket)
 
     @property
@@ -111,6 +113,12 @@ class Departure(_Copy):
     def join(self) -> None:
         """Let the calling thread's stream use the source."""
         self._ready.join(self.flat)
+
+    def let_go(self) -> bool:
+        """Drop the source, if the copy does not need it; whether it is dropped."""
+        if self._taken:
+            self.flat = _NOTHING
+        return self._taken
 
     def settle(self) -> None:
         """Let the calling thread's stream change the source from now on: it waits for the copy."""
@@ -161,6 +169,9 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Wait for all copies, and let go of the arena."""
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def _condition(flat: torch.Tensor) -> tuple[int, int, int]:
