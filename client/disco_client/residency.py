@@ -6,7 +6,8 @@ No threads, no clock.
 
 ``blobs.py`` has the states, ``holdings.py`` makes the moves and keeps the accounts, ``extents.py``
 finds the bytes, ``plan.py`` knows what is needed when, ``room.py`` makes room, ``reader.py`` reads,
-``loans.py`` lends, ``ahead.py`` knows what a device may want back soon.
+``loans.py`` lends, ``ahead.py`` knows what a device may want back soon, ``records.py`` finds a blob
+by its id.
 
 *Why nothing is overwritten too early.* Blobs on loan are never moved or written. A slot or extent
 is free only when nothing in flight touches it any more, whatever became of its blob
@@ -14,12 +15,7 @@ is free only when nothing in flight touches it any more, whatever became of its 
 """
 
 from disco_client.blobs import Blob, Group, Io, Members, State
-from disco_client.errors import (
-    BlobTooLarge,
-    HandleReleased,
-    ScratchError,
-)
-from disco_client.extents import ScratchSpace
+from disco_client.errors import BlobTooLarge, ScratchError
 from disco_client.holdings import Holdings
 from disco_client.instructions import (
     Cancel,
@@ -33,6 +29,7 @@ from disco_client.instructions import (
 from disco_client.loans import Loans
 from disco_client.plan import Order
 from disco_client.reader import Reader
+from disco_client.records import Records
 from disco_client.room import Room
 from discod.wire import PAGE_BYTES
 from discod.wire.messages import Failure
@@ -52,7 +49,7 @@ __all__ = [
 ]
 
 
-class Residency:
+class Residency(Records):
     """All blobs of a process: their states, their places, and what to do next.
 
     The instructions that a method returns are to be executed in their order. A method that raises
@@ -82,7 +79,7 @@ class Residency:
         """What the last finished cycle added to the counters."""
         self._cycle_start = Counters()
         self._order = Order(capacity_bytes)
-        self._held = Holdings(capacity_bytes, files, self._order)
+        super().__init__(Holdings(capacity_bytes, files, self._order))
         self._loans = Loans(self._held)
         self._room = Room(self._held)
         self._reader = Reader(self._held, self._room, self._order)
@@ -380,17 +377,7 @@ class Residency:
         """Forget that the disk was full: there may be room again."""
         self._held.full_files.clear()
 
-    # What is known
-
-    @property
-    def scratch(self) -> ScratchSpace:
-        """The extents; to look at only."""
-        return self._held.scratch
-
-    @property
-    def arena_used_bytes(self) -> int:
-        """Bytes of all slots."""
-        return self._held.arena.used_bytes
+    # What was counted
 
     @property
     def totals(self) -> Counters:
@@ -405,58 +392,6 @@ class Residency:
             prefetch_misses=self.prefetch_misses,
             device_hits=self.device_hits,
         )
-
-    def slot(self, blob: int) -> int:
-        """The arena offset of the blob's slot.
-
-        Raises:
-            HandleReleased: No such blob.
-            ValueError: The blob is not in RAM.
-        """
-        record = self._known(blob)
-        if record.slot is None:
-            raise ValueError(f"blob {blob} has no slot; it is {record.state}")
-        return record.slot
-
-    def state(self, blob: int) -> State:
-        """The blob's state; FREED also when nothing is known of it any more."""
-        record = self._held.blobs.get(blob)
-        return State.FREED if record is None else record.state
-
-    def size(self, blob: int) -> int:
-        """Bytes of the blob's slot.
-
-        Raises:
-            HandleReleased: No such blob.
-        """
-        return self._known(blob).size_bytes
-
-    def _known(self, blob: int) -> Blob:
-        record = self._held.blobs.get(blob)
-        if record is None:
-            raise HandleReleased(f"blob {blob} is not known here, or was released")
-        return record
-
-    def _live(self, blob: int) -> Blob:
-        record = self._known(blob)
-        if record.state is State.FREED:
-            raise HandleReleased(f"blob {blob} was released")
-        return record
-
-    def _filling(self, blob: int) -> Blob:
-        record = self._held.blobs.get(blob)
-        if record is None or not record.filling:
-            raise ValueError(f"blob {blob} is not being filled; it is {self.state(blob)}")
-        record.filling = False
-        self._held.in_flight -= 1
-        return record
-
-    def _completed(self, blob: int, io: Io) -> Blob:
-        record = self._held.blobs.get(blob)
-        if record is None or record.io is not io:
-            raise ValueError(f"blob {blob} has no {io} in flight; it is {self.state(blob)}")
-        self._held.completed(record)
-        return record
 
     # Steps
 

@@ -65,6 +65,8 @@ RULES = (
             "disco_client.residency",
             "disco_client.holdings",
             "disco_client.loans",
+            "disco_client.records",
+            "disco_client.ahead",
             "disco_client.room",
             "disco_client.reader",
             "disco_client.plan",
