@@ -6,7 +6,6 @@ Neither user code, nor a copy, nor a wait runs inside of a section.
 Knows bytes: :mod:`disco_client.store` makes tensors of them.
 """
 
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -31,12 +30,10 @@ from disco_client.residency import Group, Residency
 from disco_client.staging import POLL_SECONDS, NoUnits, Staging, Units
 from disco_client.stats import Counters, Stats
 from disco_client.transfers import Transfers
+from disco_client.waits import Wait, Waits
 from discod.wire import align_up
 
 _T = TypeVar("_T")
-
-LOAN_WAIT_SECONDS = 10.0
-"""How long a call waits for room that other threads' loaded tensors hold, before ``ArenaFull``."""
 
 
 class Loan:
@@ -79,12 +76,8 @@ class Session:
         self._transfers = Transfers(link, self._residency)
         self._staging = Staging(self._residency, self._transfers, self._units, keep_on_device)
         self._monitor: Monitor[int | Loan] = Monitor(link, self._take_drop, self._staging)
-        self._threads: set[int] = set()
         self._loans: dict[int, list[Loan]] = {}
-        self._save_wait_seconds = 0.0
-        self._load_wait_seconds = 0.0
-        self._cycle_start = (0.0, 0.0)
-        self._cycle_waits = (0.0, 0.0)
+        self._waits = Waits()
 
     # Blobs
 
@@ -143,8 +136,7 @@ class Session:
             RoomError: The arena is held by other loans, so there is nowhere to read it into.
             DaemonLost: It is on disk and the daemon is gone.
         """
-        wait = _Wait(self._lenders())
-        try:
+        with self._waits.loading() as wait:
             while True:
                 with self._monitor.section():
                     if self._try_load(blob, wait):
@@ -152,8 +144,6 @@ class Session:
                     self._check_link()
                     seen = self._monitor.changes
                 self._monitor.pause(seen)
-        finally:
-            self._load_wait_seconds += wait.seconds
 
     def at_hand(self, blob: int, device: torch.device) -> Arrival | Departure | None:
         """What ``device`` itself has of the blob, which counts as a load of it.
@@ -276,9 +266,8 @@ class Session:
     def stats(self) -> Stats:
         """The counters now."""
         with self._monitor.section():
-            waits = self._save_wait_seconds, self._load_wait_seconds
-            totals = _counters(self._residency.totals, waits)
-            last = _counters(self._residency.last_cycle, self._cycle_waits)
+            totals = _counters(self._residency.totals, self._waits.totals)
+            last = _counters(self._residency.last_cycle, self._waits.last_cycle)
             return Stats(
                 **asdict(totals),
                 live_blobs=self._residency.live_blobs,
@@ -328,9 +317,7 @@ class Session:
 
     def _end_cycle(self) -> None:
         """Note the cycle's waits, and tell the daemon that the scratch is not in use."""
-        waits = self._save_wait_seconds, self._load_wait_seconds
-        self._cycle_waits = waits[0] - self._cycle_start[0], waits[1] - self._cycle_start[1]
-        self._cycle_start = waits
+        self._waits.end_cycle()
         self._staging.end_cycle()
         self._transfers.trim()
 
@@ -345,8 +332,7 @@ class Session:
     # Room
 
     def _place(self, size_bytes: int, group: Group, device: torch.device | None) -> int:
-        wait = _Wait(self._lenders())
-        try:
+        with self._waits.saving() as wait:
             while True:
                 with self._monitor.section():
                     blob = None
@@ -360,8 +346,6 @@ class Session:
                     self._check_link()
                     seen = self._monitor.changes
                 self._monitor.pause(seen)
-        finally:
-            self._save_wait_seconds += wait.seconds
 
     def _back(self, blob: int, size_bytes: int) -> None:
         try:
@@ -370,7 +354,7 @@ class Session:
             self._transfers.carry_out(self._residency.abandon(blob))
             raise
 
-    def _try_place(self, size_bytes: int, group: Group, wait: "_Wait") -> int | None:
+    def _try_place(self, size_bytes: int, group: Group, wait: Wait) -> int | None:
         try:
             blob, instructions = self._residency.try_place(size_bytes, group)
         except (RoomError, ScratchError) as error:
@@ -382,7 +366,7 @@ class Session:
             wait.begin()
         return blob
 
-    def _try_load(self, blob: int, wait: "_Wait") -> bool:
+    def _try_load(self, blob: int, wait: Wait) -> bool:
         if any(loan.changed() for loan in self._loans.get(blob, ())):
             raise BlobModified(
                 "a tensor loaded from this handle was changed in place and is still alive; "
@@ -399,36 +383,11 @@ class Session:
             wait.begin()
         return ready
 
-    def _may_change(self, error: RoomError | ScratchError, wait: "_Wait") -> bool:
+    def _may_change(self, error: RoomError | ScratchError, wait: Wait) -> bool:
         """Whether there may be room soon: loans end with copies, and in other threads."""
         if isinstance(error, BlobTooLarge):
             return False
         return self._staging.pending or (isinstance(error, ArenaFull) and not wait.over)
-
-    def _lenders(self) -> bool:
-        """Whether other threads may hold loans, whose end is worth waiting for."""
-        self._threads.add(threading.get_ident())
-        return len(self._threads) > 1
-
-
-class _Wait:
-    """How long a call has waited, and whether it should wait for loans of other threads."""
-
-    def __init__(self, for_loans: bool) -> None:
-        self._for_loans = for_loans
-        self._began: float | None = None
-
-    def begin(self) -> None:
-        if self._began is None:
-            self._began = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        return 0.0 if self._began is None else time.monotonic() - self._began
-
-    @property
-    def over(self) -> bool:
-        return not self._for_loans or self.seconds > LOAN_WAIT_SECONDS
 
 
 def _counters(traffic: Traffic, waits: tuple[float, float]) -> Counters:

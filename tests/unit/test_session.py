@@ -77,7 +77,7 @@ def test_a_loan_that_outlives_its_blob_ends_no_second_cycle(session: Session) ->
     owner = Owner()
     blob, end = session.save(MIB, lambda slot, memory: None, Group(), owner)
     view, _ = session.load(blob, MIB)
-    session._load_wait_seconds = 3.0
+    session._waits.load_seconds = 3.0
     end()
     assert session.stats().last_cycle.load_wait_seconds == 3.0
     del view

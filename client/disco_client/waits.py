@@ -1,0 +1,80 @@
+"""How long calls of one session have waited, and for whom waiting is worth it."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+LOAN_WAIT_SECONDS = 10.0
+"""How long a call waits for room that other threads' loaded tensors hold, before ``ArenaFull``."""
+
+
+class Wait:
+    """One call's.
+
+    Args:
+        for_loans: Whether other threads may hold loans, whose end is worth waiting for.
+    """
+
+    def __init__(self, for_loans: bool) -> None:
+        self._for_loans = for_loans
+        self._began: float | None = None
+
+    def begin(self) -> None:
+        """The call cannot go on; again is no error."""
+        if self._began is None:
+            self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return 0.0 if self._began is None else time.monotonic() - self._began
+
+    @property
+    def over(self) -> bool:
+        """Whether it should not wait for loans any longer."""
+        return not self._for_loans or self.seconds > LOAN_WAIT_SECONDS
+
+
+class Waits:
+    """All of a session's. Pairs are seconds of saves and of loads."""
+
+    def __init__(self) -> None:
+        self.save_seconds = 0.0
+        self.load_seconds = 0.0
+        self.last_cycle = (0.0, 0.0)
+        self._cycle_start = (0.0, 0.0)
+        self._threads: set[int] = set()
+
+    @property
+    def totals(self) -> tuple[float, float]:
+        """Since the start."""
+        return self.save_seconds, self.load_seconds
+
+    @contextmanager
+    def saving(self) -> Iterator[Wait]:
+        """A save by the calling thread."""
+        wait = self._wait()
+        try:
+            yield wait
+        finally:
+            self.save_seconds += wait.seconds
+
+    @contextmanager
+    def loading(self) -> Iterator[Wait]:
+        """A load by the calling thread."""
+        wait = self._wait()
+        try:
+            yield wait
+        finally:
+            self.load_seconds += wait.seconds
+
+    def end_cycle(self) -> None:
+        """No blob is alive: note what the cycle has added."""
+        saves, loads = self._cycle_start
+        self.last_cycle = self.save_seconds - saves, self.load_seconds - loads
+        self._cycle_start = self.totals
+
+    def _wait(self) -> Wait:
+        self._threads.add(threading.get_ident())
+        return Wait(for_loans=len(self._threads) > 1)
