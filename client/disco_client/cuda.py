@@ -87,6 +87,10 @@ class Cuda(Streamed):
         """As :meth:`interface.Device.check`."""
         refuse_capture()
 
+    def reachable(self) -> bool:
+        """As :meth:`interface.Device.reachable`."""
+        return not torch.cuda.is_current_stream_capturing()
+
     def staging_bytes(self, device: torch.device) -> int:
         """As :meth:`interface.Device.staging_bytes`."""
         return staging_bytes(device)

@@ -95,6 +95,10 @@ class Ipc:
             copies.wait()
             raise
 
+    def reachable(self) -> bool:
+        """As :meth:`interface.Device.reachable`."""
+        return self._fallback.reachable()
+
     def staging_bytes(self, device: torch.device) -> int:
         """As :meth:`interface.Device.staging_bytes`."""
         return self._fallback.staging_bytes(device)

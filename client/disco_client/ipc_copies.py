@@ -6,7 +6,7 @@ The steps of a copy off the GPU:
    the calling thread's stream, and the event recorded there. What comes later on that stream may
    change or free the tensor.
 2. trainer: ``CopyOut`` names extent, slot and event.
-3. GPU process: its stream waits for the event, and copies from the extent to the slot.
+3. GPU process: when the event is done, its stream copies from the extent to the slot.
 4. daemon: the answer. The extent and the event are free, and the tensor has landed.
 
 Of a copy back to it:

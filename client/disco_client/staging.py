@@ -24,6 +24,9 @@ POLL_SECONDS = 0.0005
 class Units(Protocol):
     """What is known of the devices (:class:`disco_client.devices.known.Devices`)."""
 
+    def reachable(self) -> bool:
+        """Whether the calling thread may ask them anything now."""
+
     def limit_bytes(self, device: torch.device) -> int:
         """Most bytes of its memory that copies may hold, each way."""
 
@@ -36,6 +39,10 @@ class Units(Protocol):
 
 class NoUnits:
     """There is no device but the CPU, which copies at once."""
+
+    def reachable(self) -> bool:
+        """As :meth:`Units.reachable`."""
+        return True
 
     def limit_bytes(self, device: torch.device) -> int:
         """As :meth:`Units.limit_bytes`."""
@@ -99,6 +106,9 @@ class Staging:
 
     def settle(self) -> bool:
         """Take in the copies that have landed; whether there was any."""
+        # A finalizer may come here in the middle of a graph's capture, which a question would end.
+        if not self._units.reachable():
+            return False
         left = self._settle_leaving()
         return self._settle_arriving() or left
 

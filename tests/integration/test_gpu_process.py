@@ -533,6 +533,7 @@ class TestRestart:
                 (client, ring.copy_out(client, i * MIB, i * MIB, MIB)) for i in range(ARENA // MIB)
             ]
         eventually(lambda: fake.registered_bytes()[pid] == 2 * ARENA)
+        eventually(lambda: [c["in_flight"] for c in daemon.status()["clients"]] == [16, 16])
         os.kill(pid, signal.SIGKILL)
         for client, seq in sent:
             assert isinstance(client.answer(seq), Done)

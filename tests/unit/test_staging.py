@@ -41,6 +41,10 @@ class Units:
 
     def __init__(self) -> None:
         self.short = {ONE: 0, TWO: 0}
+        self.out_of_reach = False
+
+    def reachable(self) -> bool:
+        return not self.out_of_reach
 
     def limit_bytes(self, device: torch.device) -> int:
         return 2 * PAGE_BYTES
@@ -290,3 +294,19 @@ def test_a_forked_child_waits_for_nothing() -> None:
     stage.staging.close()
     assert not out.landed
     assert not back.landed
+
+
+def test_nothing_is_asked_of_a_device_out_of_reach() -> None:
+    """Else a handle that is dropped while a CUDA graph is captured ends the capture."""
+    stage = Stage(keep=0)
+    blob, _, ticket = stage.depart()
+    stage.units.out_of_reach = True
+    ticket.landed = True
+    looks = ticket.looks
+    assert not stage.staging.settle()
+    stage.free(blob)
+    assert ticket.looks == looks
+    assert stage.staging.pending
+    stage.units.out_of_reach = False
+    assert stage.staging.settle()
+    assert not stage.staging.pending

@@ -161,6 +161,9 @@ class Device(Protocol):
             torch.OutOfMemoryError: The device has no memory for it.
         """
 
+    def reachable(self) -> bool:
+        """Whether the calling thread may ask it anything: not while it captures a CUDA graph."""
+
     def staging_bytes(self, device: torch.device) -> int:
         """A sensible bound for what copies under way may hold of the device's memory."""
 

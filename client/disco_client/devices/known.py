@@ -61,6 +61,10 @@ class Devices:
             return device
         return torch.device(device.type, torch.get_device_module(device).current_device())
 
+    def reachable(self) -> bool:
+        """As :meth:`disco_client.staging.Units.reachable`."""
+        return all(device.reachable() for device in self._known.values() if device is not None)
+
     def limit_bytes(self, device: torch.device) -> int:
         """As :meth:`disco_client.staging.Units.limit_bytes`."""
         if self._staging_bytes is not None:

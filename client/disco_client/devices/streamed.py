@@ -66,6 +66,10 @@ class Streamed:
             stream.synchronize()
             raise
 
+    def reachable(self) -> bool:
+        """As :meth:`interface.Device.reachable`."""
+        return True
+
     def staging_bytes(self, device: torch.device) -> int:
         """As :meth:`interface.Device.staging_bytes`."""
         return STAGING_BYTES
