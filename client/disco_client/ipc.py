@@ -76,6 +76,7 @@ class Ipc:
         copies = OutCopies(lane, slot)
         try:
             copies.start(flat)
+            ready.join(flat)  # the allocator has to know this stream before the source is let go
             return Departure(flat, copies, ready, taken=True)
         except BaseException:
             self._session.wait_or_tear(copies.done)

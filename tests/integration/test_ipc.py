@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import disco_client
 from disco_client import DiskOffloadManager, connection
 from disco_client.devices.interface import Arrival
+from disco_client.devices.streamed import StreamTicket
 from disco_client.ipc import Ipc
 from discod.gpu_host import MOST_DEATHS
 from tests.helpers.daemon import Daemon, eventually
@@ -170,6 +171,20 @@ def test_the_source_is_free_once_it_is_in_the_ring(
     assert connection.current().session._staging.pending
     assert [storage.expired() for storage in freed] == [True, True, False]
     sum(sums).backward()  # type: ignore[union-attr]
+
+
+def test_the_allocator_knows_the_stream_of_a_source_that_is_let_go(
+    over_ipc: Callable[..., Ipc], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one that was allocated on another stream is overwritten before it is in the ring."""
+    over_ipc(keep_on_device=0)
+    told: list[int] = []
+    monkeypatch.setattr(StreamTicket, "_lend", lambda _, flat, stream: told.append(flat.nbytes))
+    tensor = torch.randn(50_000, requires_grad=True) * 2
+    with disco_client.offload():
+        total = tensor.square().sum()
+    assert told == [200_000]
+    total.backward()
 
 
 def test_the_process_is_killed_in_the_middle_of_copies(
