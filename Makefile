@@ -5,13 +5,14 @@ PYTHON ?= python3
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+GPU_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format coverage compatibility bench-io clean
+.PHONY: help demo test lint format coverage compatibility bench-io gpu clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -51,6 +52,9 @@ compatibility: $(STAMP)  ## Measure the forms under DDP, FSDP2 and TP, and write
 
 bench-io: $(STAMP)  ## Measure saving and loading against fio and a bare O_DIRECT probe
 	$(BIN)/python -m tests.benchmarks.io $(BENCH_ARGS)
+
+gpu: $(STAMP)  ## Check and measure discod on a GPU (5 minutes; GPU_ARGS="--device cpu --quick" without)
+	$(BIN)/python -m tests.gpu $(GPU_ARGS)
 
 clean:  ## Remove .venv and all caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis htmlcov build dist
