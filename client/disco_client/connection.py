@@ -221,7 +221,8 @@ def _attach(
     devices = Devices(segment, staging_bytes)
     session = Session(segment, link, devices, keep_on_device)
     if over_ipc:
-        devices.make("cuda", lambda: cuda_over_ipc(session, segment, devices.limit_bytes))
+        limit = devices.limit_bytes
+        devices.make("cuda", lambda unit: cuda_over_ipc(session, segment, unit, limit))
     store = Store(session, devices)
     return Connection(session, store, Packer(store, min_bytes), launcher)
 

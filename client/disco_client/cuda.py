@@ -48,16 +48,17 @@ def staging_bytes(device: torch.device) -> int:
 
 
 def cuda_over_ipc(
-    session: Session, arena: Arena, ring_bytes: Callable[[torch.device], int]
+    session: Session, arena: Arena, unit: torch.device, ring_bytes: Callable[[torch.device], int]
 ) -> Device:
     """The GPUs through the daemon's GPU processes, or as :class:`Cuda` where that cannot be.
 
     Args:
         session: Whose daemon copies.
         arena: The session's.
+        unit: The first GPU to copy from or to.
         ring_bytes: The size of a GPU's ring.
     """
-    here = Cuda(arena)
+    here = Cuda(arena, unit)
     try:
         return Ipc(session, arena, load(), torch.cuda, here, ring_bytes)
     except CudaUnavailable:  # of which Cuda has told
@@ -69,13 +70,14 @@ class Cuda(Streamed):
 
     Args:
         arena: Where to copy to and from; pinned as far as it is used.
+        unit: The first GPU to copy from or to. The arena is pinned by its context, for all.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, unit: torch.device) -> None:
         super().__init__(arena, torch.cuda)
         self._pinning: Pinning | None = None
         try:
-            self._pinning = Pinning(arena, load(), torch.cuda.current_device())
+            self._pinning = Pinning(arena, load(), unit.index)
         except CudaUnavailable as error:
             _log.warning(
                 "the arena cannot be pinned, so copies to and from the GPU make the training wait: "

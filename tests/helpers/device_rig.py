@@ -46,7 +46,7 @@ class Rig:
         self.gpu = gpu(self.arena, self.machine, self.memory if lazy else None)
         self.gpu.limit_bytes = limit_bytes
         self.daemon = SimulatedDaemon(self.arena, seed, mode)
-        self.devices = Devices(self.arena, makers={"cpu": lambda: self.gpu})
+        self.devices = Devices(self.arena, makers={"cpu": lambda unit: self.gpu})
         self.session = Session(self.arena, cast(Link, self.daemon), self.devices, keep)
         self.store = Store(self.session, self.devices)
         self.group = Group()

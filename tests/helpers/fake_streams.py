@@ -120,5 +120,5 @@ def use_for_cpu_tensors(driver: Driver, *, over_ipc: bool, ring_bytes: int = 1 <
     if over_ipc:
         streams = FakeStreams(driver)
         device = Ipc(attached.session, arena, driver, streams, device, lambda _: ring_bytes)
-    attached.store._devices.make("cpu", lambda: device)
+    attached.store._devices.make("cpu", lambda unit: device)
     return device

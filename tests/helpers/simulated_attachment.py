@@ -37,5 +37,5 @@ def attach_simulated(
     attached = connection.current()
     gpu = SimulatedGpu(attached.session._arena, Machine(seed, mode, refusals=4))
     gpu.limit_bytes = limit_bytes
-    attached.store._devices.make("cpu", lambda: gpu)
+    attached.store._devices.make("cpu", lambda unit: gpu)
     return gpu

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +17,7 @@ from disco_client.devices.known import Devices
 from disco_client.errors import UnsupportedCall
 from disco_client.ipc import Ipc
 from disco_client.session import Session
+from discod.cuda_driver import Driver
 from tests.helpers.fake_cuda import FakeCuda
 
 MIB = 1 << 20
@@ -34,7 +36,7 @@ def arena() -> Iterator[Arena]:
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """torch with one GPU; what a test sets on it is what torch says."""
     gpu = SimpleNamespace(capturing=False, retries=0, total=24 << 30)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
     monkeypatch.setattr(
         torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": gpu.retries}
@@ -50,7 +52,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """A fake driver, for this process."""
-    fake = FakeCuda(tmp_path)
+    fake = FakeCuda(tmp_path, devices=2)
     for name, value in fake.env().items():
         monkeypatch.setenv(name, value)
     return fake
@@ -58,7 +60,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 def test_a_capture_is_refused(arena: Arena, fake: FakeCuda, one_gpu: SimpleNamespace) -> None:
     """Else a replayed graph copies from and to what belongs to others by then."""
-    device = Cuda(arena)
+    device = Cuda(arena, GPU)
     device.check(GPU)
     assert device.reachable()
     one_gpu.capturing = True
@@ -94,12 +96,35 @@ def test_bounds_and_shortages_are_the_gpus(
 
 def test_the_arena_is_pinned_where_copies_go(arena: Arena, fake: FakeCuda) -> None:
     """Else copies are from pageable memory, and hold up the training."""
-    device = Cuda(arena)
+    device = Cuda(arena, GPU)
     arena.back(4 * MIB)
     assert list(device._parts(0, MIB)) == [(0, MIB)]
     assert sum(fake.registered_bytes().values()) == 4 * MIB
     device.close()
     assert sum(fake.registered_bytes().values()) == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "used"), [(GPU, 0), (torch.device("cuda", 1), 1), (torch.device("cuda"), 1)]
+)
+def test_no_other_gpu_gets_a_context(
+    arena: Arena, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, named: torch.device, used: int
+) -> None:
+    """Else every rank of a job takes some 500 MB of the first GPU's memory."""
+    contexts: list[int] = []
+    on = Driver.on
+
+    def counted(driver: Driver, ordinal: int) -> AbstractContextManager[None]:
+        contexts.append(ordinal)
+        return on(driver, ordinal)
+
+    monkeypatch.setattr(Driver, "on", counted)
+    device = Devices(arena).of(named)
+    assert isinstance(device, Cuda)
+    arena.back(4 * MIB)
+    list(device._parts(0, MIB))
+    device.close()
+    assert set(contexts) == {used}
 
 
 @pytest.mark.parametrize("over_ipc", [False, True])
@@ -113,9 +138,9 @@ def test_without_the_drivers_library(
     monkeypatch.setenv("DISCOD_CUDA_LIBRARY", "/nowhere/libcuda.so.1")
     with caplog.at_level(logging.WARNING):
         if over_ipc:
-            device: Any = cuda_over_ipc(cast(Session, None), arena, lambda device: MIB)
+            device: Any = cuda_over_ipc(cast(Session, None), arena, GPU, lambda device: MIB)
         else:
-            device = Cuda(arena)
+            device = Cuda(arena, GPU)
     assert type(device) is Cuda
     assert list(device._parts(0, MIB)) == [(0, MIB)]
     (record,) = caplog.records
@@ -125,6 +150,6 @@ def test_without_the_drivers_library(
 
 def test_over_ipc_with_a_driver(arena: Arena, fake: FakeCuda) -> None:
     """Else transport="cuda-ipc" would do nothing."""
-    device = cuda_over_ipc(cast(Session, None), arena, lambda device: MIB)
+    device = cuda_over_ipc(cast(Session, None), arena, GPU, lambda device: MIB)
     assert isinstance(device, Ipc)
     assert device.staging_bytes(GPU) == cuda.staging_bytes(GPU)

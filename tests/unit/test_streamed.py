@@ -159,7 +159,7 @@ def test_the_device_for_a_tensor() -> None:
     """Made once, asked for its bound once, and closed with the attachment."""
     gpu = simulated()
     made = []
-    devices = Devices(gpu._arena, makers={"cpu": lambda: made.append(1) or gpu})
+    devices = Devices(gpu._arena, makers={"cpu": lambda unit: made.append(1) or gpu})
     assert devices.of(CPU) is devices.at(CPU) is gpu
     assert made == [1]
     gpu.limit_bytes = 5

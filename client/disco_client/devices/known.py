@@ -10,7 +10,8 @@ from disco_client.cuda import Cuda
 from disco_client.devices.interface import Device
 from disco_client.devices.streamed import Streamed
 
-Makers = Mapping[str, Callable[[], Device | None]]
+Maker = Callable[[torch.device], Device | None]
+"""Makes a device; its first unit is given, since a process may have a context on no other."""
 
 
 class Devices:
@@ -24,7 +25,10 @@ class Devices:
     """
 
     def __init__(
-        self, arena: Arena, staging_bytes: int | None = None, makers: Makers | None = None
+        self,
+        arena: Arena,
+        staging_bytes: int | None = None,
+        makers: Mapping[str, Maker] | None = None,
     ) -> None:
         self._arena = arena
         self._staging_bytes = staging_bytes
@@ -33,7 +37,7 @@ class Devices:
         self._known: dict[str, Device | None] = {}
         self._limits: dict[torch.device, int] = {}
 
-    def make(self, kind: str, maker: Callable[[], Device | None]) -> None:
+    def make(self, kind: str, maker: Maker) -> None:
         """Have ``maker`` make a device type's, in place of the usual way; before it is needed."""
         self._makers[kind] = maker
 
@@ -43,8 +47,8 @@ class Devices:
         if kind not in self._known:
             with self._lock:
                 if kind not in self._known:
-                    make = self._makers.get(kind)
-                    self._known[kind] = self._usual(device) if make is None else make()
+                    make = self._makers.get(kind, self._usual)
+                    self._known[kind] = make(self.unit(device))
         return self._known[kind]
 
     def at(self, device: torch.device) -> Device:
@@ -87,7 +91,7 @@ class Devices:
         if device.type == "cpu":
             return None
         if device.type == "cuda":
-            return Cuda(self._arena)
+            return Cuda(self._arena, device)
         module = torch.get_device_module(device)
         needed = ("Stream", "stream", "current_stream")
         if all(hasattr(module, name) for name in needed):
