@@ -18,6 +18,7 @@ instead of going on; waits and copies, where nearly all of the time is spent, ar
 """
 
 import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -141,13 +142,12 @@ class Monitor(Generic[_Dropped]):
         if self._poller is not None:
             self._link.wake()
 
-    def pause(self, seen: int, deadline: float | None = None) -> None:
+    def pause(self, seen: int, deadline: float = math.inf) -> None:
         """Until something may have changed since ``changes`` was ``seen``, or the deadline."""
         timeout = self._link.patience
         if self._copies.pending:  # of which no fd tells
             timeout = min(timeout, POLL_SECONDS)
-        if deadline is not None:
-            timeout = min(timeout, max(0.0, deadline - time.monotonic()))
+        timeout = min(timeout, max(0.0, deadline - time.monotonic()))
         me = threading.get_ident()
         with self._lock:
             if self.changes != seen or self._closed:

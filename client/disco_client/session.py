@@ -6,6 +6,7 @@ Neither user code, nor a copy, nor a wait runs inside of a section.
 Knows bytes: :mod:`disco_client.store` makes tensors of them.
 """
 
+import math
 import time
 import weakref
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from disco_client.errors import (
     ScratchError,
 )
 from disco_client.instructions import Counters as Traffic
+from disco_client.lending import Lending, Loan
 from disco_client.link import Link
 from disco_client.monitor import Monitor
 from disco_client.residency import Group, Residency
@@ -34,22 +36,6 @@ from disco_client.waits import Wait, Waits
 from discod.wire import align_up
 
 _T = TypeVar("_T")
-
-
-class Loan:
-    """A blob's bytes, lent to a reader as a view of its slot.
-
-    Attributes:
-        slot: Where in the arena.
-        changed: Tells whether the borrower changed the bytes in place; set by the reader.
-    """
-
-    __slots__ = ("blob", "changed", "slot")
-
-    def __init__(self, blob: int, slot: int) -> None:
-        self.blob = blob
-        self.slot = slot
-        self.changed: Callable[[], bool] = lambda: False
 
 
 class Session:
@@ -76,7 +62,7 @@ class Session:
         self._transfers = Transfers(link, self._residency)
         self._staging = Staging(self._residency, self._transfers, self._units, keep_on_device)
         self._monitor: Monitor[int | Loan] = Monitor(link, self._take_drop, self._staging)
-        self._loans: dict[int, list[Loan]] = {}
+        self._lending = Lending(arena, self._monitor.drop)
         self._waits = Waits()
 
     # Blobs
@@ -137,13 +123,7 @@ class Session:
             DaemonLost: It is on disk and the daemon is gone.
         """
         with self._waits.loading() as wait:
-            while True:
-                with self._monitor.section():
-                    if self._try_load(blob, wait):
-                        return self._lend(blob, size_bytes)
-                    self._check_link()
-                    seen = self._monitor.changes
-                self._monitor.pause(seen)
+            return self.wait_for(lambda: self._try_load(blob, size_bytes, wait))
 
     def at_hand(self, blob: int, device: torch.device) -> Arrival | Departure | None:
         """What ``device`` itself has of the blob, which counts as a load of it.
@@ -206,26 +186,33 @@ class Session:
             TimeoutError: Not within ``timeout`` seconds; the save goes on.
             ScratchError: Its write failed. The bytes are still in RAM and can be loaded.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            with self._monitor.section():
-                if self._residency.saved(blob):
-                    error = self._residency.save_error(blob)
-                    if error is not None:
-                        raise error
-                    return
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise TimeoutError(f"the save was not done within {timeout} s; it goes on")
-                self._check_link()
-                seen = self._monitor.changes
-            self._monitor.pause(seen, deadline)
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
 
-    def wait_for(self, attempt: Callable[[], _T | None], look: bool = False) -> _T:
-        """The first true value of ``attempt``, which is made in sections, after each change.
+        def saved() -> bool:
+            if not self._residency.saved(blob):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"the save was not done within {timeout} s; it goes on")
+                return False
+            error = self._residency.save_error(blob)
+            if error is not None:
+                raise error
+            return True
+
+        self.wait_for(saved, deadline=deadline)
+
+    def wait_for(
+        self,
+        attempt: Callable[[], _T | None],
+        *,
+        look: bool = False,
+        deadline: float = math.inf,
+    ) -> _T:
+        """What ``attempt`` gives, other than None and False; made in sections, after each change.
 
         Args:
             attempt: What to try.
             look: Try often: what it waits for wakes no one.
+            deadline: When to try once more at the latest, by the monotonic clock.
 
         Raises:
             DaemonLost: The daemon is gone, and so is the hope.
@@ -233,11 +220,12 @@ class Session:
         while True:
             with self._monitor.section():
                 value = attempt()
-                if value:
+                if value is not None and value is not False:
                     return value
-                self._check_link()
+                # While a device copies by itself, it may be that which is waited for.
+                self.link.check(blocked=not self._staging.device_works)
                 seen = self._monitor.changes
-            self._monitor.pause(seen, time.monotonic() + POLL_SECONDS if look else None)
+            self._monitor.pause(seen, time.monotonic() + POLL_SECONDS if look else deadline)
 
     def wait_or_tear(self, ended: Callable[[], bool]) -> None:
         """Until ``ended``, in the face of an error; if that fails, no further call is served.
@@ -297,16 +285,9 @@ class Session:
 
     # Inside of sections
 
-    def _check_link(self) -> None:
-        """In a wait. While a device copies by itself, it may be that which is waited for."""
-        self.link.check(blocked=not self._staging.device_works)
-
     def _take_drop(self, what: int | Loan) -> None:
         if isinstance(what, Loan):
-            loans = self._loans[what.blob]
-            loans.remove(what)
-            if not loans:
-                del self._loans[what.blob]
+            self._lending.forget(what)
             self._transfers.carry_out(self._residency.unpin(what.blob, what.changed()))
         else:
             self._transfers.carry_out(self._residency.free(what))
@@ -322,39 +303,20 @@ class Session:
         self._transfers.trim()
 
     def _lend(self, blob: int, size_bytes: int) -> tuple[memoryview, Loan]:
-        slot = self._residency.slot(blob)
-        view = self._arena.view[slot : slot + size_bytes]
-        loan = Loan(blob, slot)
-        self._loans.setdefault(blob, []).append(loan)
-        weakref.finalize(view, self._monitor.drop, loan).atexit = False
-        return view, loan
+        return self._lending.lend(blob, self._residency.slot(blob), size_bytes)
 
     # Room
 
     def _place(self, size_bytes: int, group: Group, device: torch.device | None) -> int:
         with self._waits.saving() as wait:
-            while True:
-                with self._monitor.section():
-                    blob = None
-                    if device is None or self._staging.admits(device, size_bytes):
-                        blob = self._try_place(size_bytes, group, wait)
-                    else:
-                        wait.begin()
-                    if blob is not None:
-                        self._back(blob, size_bytes)
-                        return blob
-                    self._check_link()
-                    seen = self._monitor.changes
-                self._monitor.pause(seen)
+            return self.wait_for(lambda: self._try_place(size_bytes, group, device, wait))
 
-    def _back(self, blob: int, size_bytes: int) -> None:
-        try:
-            self._arena.back(self._residency.slot(blob) + size_bytes)
-        except ArenaFull:
-            self._transfers.carry_out(self._residency.abandon(blob))
-            raise
-
-    def _try_place(self, size_bytes: int, group: Group, wait: Wait) -> int | None:
+    def _try_place(
+        self, size_bytes: int, group: Group, device: torch.device | None, wait: Wait
+    ) -> int | None:
+        if device is not None and not self._staging.admits(device, size_bytes):
+            wait.begin()
+            return None
         try:
             blob, instructions = self._residency.try_place(size_bytes, group)
         except (RoomError, ScratchError) as error:
@@ -364,10 +326,19 @@ class Session:
         self._transfers.carry_out(instructions)
         if blob is None:
             wait.begin()
+        else:
+            self._back(blob, size_bytes)
         return blob
 
-    def _try_load(self, blob: int, wait: Wait) -> bool:
-        if any(loan.changed() for loan in self._loans.get(blob, ())):
+    def _back(self, blob: int, size_bytes: int) -> None:
+        try:
+            self._arena.back(self._residency.slot(blob) + size_bytes)
+        except ArenaFull:
+            self._transfers.carry_out(self._residency.abandon(blob))
+            raise
+
+    def _try_load(self, blob: int, size_bytes: int, wait: Wait) -> tuple[memoryview, Loan] | None:
+        if self._lending.changed(blob):
             raise BlobModified(
                 "a tensor loaded from this handle was changed in place and is still alive; "
                 "clone() it before changing it, or save it again"
@@ -379,9 +350,10 @@ class Session:
                 raise
             ready, instructions = False, []
         self._transfers.carry_out(instructions)
-        if not ready:
-            wait.begin()
-        return ready
+        if ready:
+            return self._lend(blob, size_bytes)
+        wait.begin()
+        return None
 
     def _may_change(self, error: RoomError | ScratchError, wait: Wait) -> bool:
         """Whether there may be room soon: loans end with copies, and in other threads."""

@@ -12,8 +12,9 @@ import torch
 
 from disco_client.devices.interface import Departure, Device
 from disco_client.devices.known import Devices
+from disco_client.lending import Loan
 from disco_client.residency import Group
-from disco_client.session import Loan, Session
+from disco_client.session import Session
 from disco_client.tensors import Layout, TensorSpec, copy_in, flatten, rebuild
 
 End: TypeAlias = "weakref.finalize[[int | Loan], object]"
