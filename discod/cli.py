@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from discod import __version__
 from discod.checksum import Mode
@@ -134,6 +135,7 @@ def main(
     It runs in the foreground until SIGTERM or Ctrl-C.
     """
     if context.invoked_subcommand is not None:
+        _refuse_options_before(context)
         return
     from discod.config import BadOption, Config
 
@@ -162,6 +164,17 @@ def main(
         click.echo(f"discod: {error}", err=True)
         sys.exit(error.code)
     sys.exit(server.run())
+
+
+def _refuse_options_before(context: click.Context) -> None:
+    """What is given before a subcommand is the daemon's, and none is started."""
+    for name in context.params:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
+            raise click.UsageError(
+                f"{option} before {context.invoked_subcommand!r} is an option of the daemon, which "
+                f"is not started here; options of {context.invoked_subcommand!r} come after it"
+            )
 
 
 @main.command()

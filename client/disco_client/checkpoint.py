@@ -65,7 +65,11 @@ def checkpoint(
 
     Raises:
         UnsupportedCall: ``function`` changed an offloaded input in place, so its recomputation
-            would start from other values than the ones torch would use.
+            would start from other values than the ones torch would use. Or a CUDA graph is being
+            captured.
+        BlobModified: In backward: an input on a GPU was changed in place after the call, before its
+            copy had landed. (torch's checkpoint raises for any such change; on the CPU it is no
+            error here.)
         DiscodError: No daemon, or no room. In backward: the blob cannot be had.
 
     Example:

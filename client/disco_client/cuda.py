@@ -61,7 +61,12 @@ def cuda_over_ipc(
     here = Cuda(arena, unit)
     try:
         return Ipc(session, arena, load(), torch.cuda, here, ring_bytes)
-    except CudaUnavailable:  # of which Cuda has told
+    except CudaUnavailable as error:
+        _log.warning(
+            "transport='cuda-ipc' cannot be had, so this process copies, as with 'shared-memory': "
+            "%s",
+            error,
+        )
         return here
 
 

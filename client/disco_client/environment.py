@@ -66,15 +66,15 @@ def count(name: str, given: int | None) -> int | None:
     Raises:
         ValueError: It is malformed; the text names the argument or the variable.
     """
-    where, text = name, "" if given is None else str(given)
-    if given is None:
-        where = f"DISCOD_{name}".upper()
-        text = os.environ.get(where, "")
-    if not text:
-        return None
-    if not text.isdecimal():
-        raise ValueError(f"{where}: {text!r} is no whole number, 0 or more")
-    return int(text)
+    if given is not None:
+        if type(given) is not int or given < 0:
+            raise ValueError(f"{name}: {given!r} is no whole number, 0 or more")
+        return given
+    variable = f"DISCOD_{name}".upper()
+    text = os.environ.get(variable, "").strip()
+    if text and not text.isdecimal():
+        raise ValueError(f"{variable}: {text!r} is no whole number, 0 or more")
+    return int(text) if text else None
 
 
 def choice(name: str, given: str | None, choices: Sequence[str]) -> str:
@@ -86,7 +86,7 @@ def choice(name: str, given: str | None, choices: Sequence[str]) -> str:
     where, value = name, given
     if given is None:
         where = f"DISCOD_{name}".upper()
-        value = os.environ.get(where) or choices[0]
+        value = os.environ.get(where, "").strip() or choices[0]
     if value not in choices:
         raise ValueError(f"{where}: {value!r} is none of {', '.join(choices)}")
     return str(value)

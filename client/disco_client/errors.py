@@ -70,7 +70,11 @@ class BlobCorrupted(BlobError):
 
 
 class BlobModified(BlobError):
-    """A tensor loaded earlier was changed in place, and it was the blob's only copy."""
+    """The blob's only copy is not what was saved.
+
+    A tensor loaded earlier was changed in place, or the saved tensor before its copy off the GPU
+    had landed.
+    """
 
 
 class HandleReleased(BlobError, KeyError):

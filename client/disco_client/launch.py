@@ -53,7 +53,8 @@ class Launcher:
         if self._log_fd >= 0:
             os.close(self._log_fd)
         self._log_fd = os.memfd_create("discod-log", os.MFD_CLOEXEC)
-        environment = {k: v for k, v in os.environ.items() if k not in _OWN_OPTIONS}
+        left_out = _OWN_OPTIONS | _OF_THIS_PROCESS
+        environment = {k: v for k, v in os.environ.items() if k not in left_out}
         self._pid = os.posix_spawn(
             sys.executable,
             self._command,
@@ -120,3 +121,5 @@ def reap() -> None:
 
 _OWN_OPTIONS = frozenset({"DISCOD_SCRATCH", "DISCOD_SOCKET_DIR", "DISCOD_EXIT_IDLE"})
 """Given on the command line instead."""
+_OF_THIS_PROCESS = frozenset({"CUDA_VISIBLE_DEVICES"})
+"""What the daemon, which is for all processes of the node, must not take from this one."""

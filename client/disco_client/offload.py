@@ -35,8 +35,10 @@ class offload:
     not kept in memory by the graph; backward loads it back, inside the block or outside. Bytes that
     several operations save are stored once, whatever view each has of them. A tensor subclass
     around plain tensors (DTensor, quantized weights) is stored by its parts. Values are those at
-    the time of the save; a later change in place is no error. torch takes the Python attributes of
-    saved tensors away under any hooks (``weight.main_grad`` in a custom function's backward).
+    the time of the save. A later change in place is no error on the CPU; on a GPU it may come
+    before the copy has landed, and then the load raises ``BlobModified``. torch takes the Python
+    attributes of saved tensors away under any hooks (``weight.main_grad`` in a custom function's
+    backward).
 
     Stays in memory: parameters (what autocast made of one that is trained is cast again), leaves
     that need a gradient, buffers, smaller tensors, what is saved during a backward, and tensors

@@ -87,8 +87,9 @@ class Pinning:
                     self._failed = True
                     _log.warning(
                         "%s of the arena's %s could not be pinned (%s): copies to and from the "
-                        "GPU make the training wait. Allow locked memory (ulimit -l unlimited; "
-                        "docker run --ulimit memlock=-1), or set a smaller arena (DISCOD_ARENA)",
+                        "GPU make the training wait. See whether the container or cgroup has room "
+                        "for it, and whether memory may be locked (ulimit -l; docker run --ulimit "
+                        "memlock=-1); or set a smaller arena (DISCOD_ARENA)",
                         format_size(self._arena.size_bytes - start),
                         format_size(self._arena.size_bytes),
                         error,

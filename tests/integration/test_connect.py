@@ -379,7 +379,14 @@ def test_started_daemons_leave_no_fd_and_no_zombie(short_dir: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("DISCOD_ARENA", "abc"), ("DISCOD_MIN_BYTES", "few"), ("LOCAL_WORLD_SIZE", "many")],
+    [
+        ("DISCOD_ARENA", "abc"),
+        ("DISCOD_MIN_BYTES", "few"),
+        ("LOCAL_WORLD_SIZE", "many"),
+        ("DISCOD_KEEP_ON_DEVICE", "-1"),
+        ("DISCOD_STAGING", "0"),
+        ("DISCOD_TRANSPORT", "ipc"),
+    ],
 )
 def test_a_malformed_variable_is_named(
     daemon: Any, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
@@ -389,6 +396,40 @@ def test_a_malformed_variable_is_named(
     with pytest.raises(ValueError, match=f"{variable}.*{value}"):
         disco_client.connect(daemon.socket_dir)
     assert disco_client.stats().arena_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("keep_on_device", -1),
+        ("keep_on_device", True),
+        ("keep_on_device", 1.0),
+        ("staging", 0),
+        ("staging", "much"),
+        ("transport", "cuda_ipc"),
+    ],
+)
+def test_a_malformed_setting_is_named(daemon: Any, setting: str, value: object) -> None:
+    """Else it would silently be another one, or the error would not say which it is."""
+    settings: dict[str, Any] = {setting: value}
+    with pytest.raises(ValueError, match=f"{setting}: .*{value}"):
+        disco_client.connect(daemon.socket_dir, **settings)
+    assert disco_client.stats().arena_bytes == 0
+
+
+def test_the_daemon_of_a_rank_sees_all_gpus(
+    short_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the daemon that one rank starts cannot copy for the GPUs of the others."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    disco_client.connect(short_dir, scratch=tmp_path)
+    try:
+        (daemon,) = daemons_of(short_dir)
+        environment = daemon.environ()
+        assert "CUDA_VISIBLE_DEVICES" not in environment
+        assert environment["PATH"] == os.environ["PATH"]
+    finally:
+        disco_client.close()
 
 
 def test_a_misspelt_variable_is_named_once(

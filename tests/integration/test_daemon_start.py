@@ -49,6 +49,16 @@ def assert_refuses(daemon: Daemon, code: Exit, *said: str) -> None:
         assert part in line
 
 
+def test_options_of_the_daemon_before_a_command(short_dir: Path) -> None:
+    """They would be dropped without a word, and the status be that of another daemon."""
+    ended = discod("--socket-dir", str(short_dir), "status")
+    assert ended.returncode == Exit.USAGE
+    assert "--socket-dir before 'status'" in ended.stderr
+    ended = discod("status", "--socket-dir", str(short_dir), DISCOD_SOCKET_DIR="/nowhere")
+    assert ended.returncode == Exit.NO_DAEMON
+    assert str(short_dir) in ended.stderr
+
+
 def test_exit_codes_never_change() -> None:
     """Service units and scripts that tell failures apart would be wrong."""
     assert {code.name: code.value for code in Exit} == {

@@ -143,7 +143,8 @@ def test_without_the_drivers_library(
             device = Cuda(arena, GPU)
     assert type(device) is Cuda
     assert list(device._parts(0, MIB)) == [(0, MIB)]
-    (record,) = caplog.records
+    record, *others = caplog.records
+    assert ["cuda-ipc" in other.getMessage() for other in others] == [True] * over_ipc
     assert "DISCOD_CUDA_LIBRARY" in record.getMessage()
     assert "/nowhere/libcuda.so.1" in record.getMessage()
 
