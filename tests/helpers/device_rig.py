@@ -17,6 +17,11 @@ from tests.helpers.simulated_daemon import SimulatedDaemon
 from tests.helpers.simulated_gpu import Machine, Memory, SimulatedGpu
 
 
+def page(value: int, pages: int = 1) -> bytes:
+    """What a tensor of that value has for bytes."""
+    return bytes([value]) * pages * PAGE_BYTES
+
+
 class Rig:
     """All of an attachment.
 
