@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from disco_client.devices.interface import Departure, Device
+from disco_client.devices.interface import Arrival, Departure, Device, Lent
 from disco_client.devices.known import Devices
 from disco_client.residency import Group
 from disco_client.session import Loan, Session
@@ -101,7 +101,7 @@ class Store:
         self, device: Device, blob: int, spec: TensorSpec, target: torch.device
     ) -> torch.Tensor:
         """The blob's bytes on ``target``, ready for what the calling thread's stream gets next."""
-        found = self.session.at_hand(blob, target)
+        found: Arrival | Lent | None = self.session.at_hand(blob, target)
         if found is None:
             view, loan = self.session.load(blob, spec.nbytes)
             found = self._with_memory(lambda: device.stage_in(loan.slot, spec.nbytes, target))

@@ -409,6 +409,35 @@ def test_loads_ahead_go_through_the_ring(over_ipc: Callable[..., Ipc]) -> None:
     assert disco_client.stats().device_hits >= 3
 
 
+def test_memory_runs_short_after_a_load_found_its_source(
+    over_ipc: Callable[..., Ipc], fake: FakeCuda
+) -> None:
+    """The first load of a backward, whose save is still under way: else it gets no bytes at all."""
+    device = over_ipc(keep_on_device=1)
+    source = torch.randn(50_000, requires_grad=True)
+    hidden = [source * number for number in range(1, 5)]
+    with disco_client.offload():
+        sums = [one.square().sum() for one in hidden[:-1]]
+        await_quiet()
+        fake.delay("copy", 0.2)
+        sums.append(hidden[-1].square().sum())
+    del hidden
+    stage_in, calls = device.stage_in, 0
+
+    def short(*args: Any) -> Arrival:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise torch.OutOfMemoryError("no memory for a copy ahead")
+        return stage_in(*args)
+
+    device.stage_in = short  # type: ignore[method-assign]
+    sums[-1].backward(retain_graph=True)
+    assert calls == 1
+    assert torch.equal(source.grad, 32 * source.detach())  # type: ignore[arg-type]
+    sum(sums[:-1]).backward()
+
+
 @pytest.mark.parametrize("value", ["ipc", "cuda_ipc", ""])
 def test_transports_are_checked(daemon: Daemon, value: str) -> None:
     """Else a misspelt transport would silently be another one."""

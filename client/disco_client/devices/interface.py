@@ -110,9 +110,9 @@ class Departure(_Copy):
         """Whether such a change may have come before the copy."""
         return self.changed and not self._exact
 
-    def join(self) -> None:
-        """Let the calling thread's stream use the source."""
-        self._ready.join(self.flat)
+    def lend(self) -> "Lent":
+        """The source for a load, which keeps it: it may be let go before the load has it."""
+        return Lent(self.flat, self._ready)
 
     def let_go(self) -> bool:
         """Drop the source, if the copy does not need it; whether it is dropped."""
@@ -126,6 +126,23 @@ class Departure(_Copy):
         if not self._exact:
             self._ticket.join(self.flat)
             self._exact = True
+
+
+class Lent:
+    """A source that a load gets, whatever becomes of the copy: ``flat``, to be used after a join.
+
+    Args:
+        flat: The source.
+        ready: Tells when it has its value.
+    """
+
+    def __init__(self, flat: torch.Tensor, ready: Ticket) -> None:
+        self.flat = flat
+        self._ready = ready
+
+    def join(self) -> None:
+        """Let the calling thread's stream use the source."""
+        self._ready.join(self.flat)
 
 
 class Arrival(_Copy):
@@ -174,7 +191,7 @@ class Device(Protocol):
         """Wait for all copies, and let go of the arena."""
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _condition(flat: torch.Tensor) -> tuple[int, int, int]:
