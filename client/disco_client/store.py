@@ -141,6 +141,6 @@ def _watch(flat: torch.Tensor, loan: Loan) -> None:
     it can outlive the loan without keeping the slot.
     """
     witness = flat.detach()
-    witness.data = torch.empty(0, dtype=torch.uint8)
+    witness.data = torch.empty(0, dtype=torch.uint8, device=flat.device)
     version = witness._version
     loan.changed = lambda: witness._version != version

@@ -66,7 +66,7 @@ class StoredTensor:
         spec = spec or self.spec
         target = spec.device if device is None else device
         if not spec.nbytes:
-            return rebuild(torch.empty(0, dtype=torch.uint8), spec, target)
+            return rebuild(torch.empty(0, dtype=torch.uint8, device="cpu"), spec, target)
         return self._store.get(self._live_blob(), spec, target)
 
     def peek(self) -> memoryview | None:
