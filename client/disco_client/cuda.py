@@ -38,7 +38,11 @@ def refuse_capture() -> None:
 
 def shortages(device: torch.device) -> int:
     """How often torch's allocator had to give back what it had cached, and try again."""
-    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+    try:
+        counts = torch.cuda.memory_stats(device)
+    except RuntimeError:  # a pluggable allocator, which has none
+        return 0
+    return int(counts.get("num_alloc_retries", 0))
 
 
 def staging_bytes(device: torch.device) -> int:
@@ -69,13 +73,17 @@ class Cuda(Streamed):
 
     Args:
         arena: Where to copy to and from; pinned as far as it is used.
+        ordinal: A GPU that the process uses, by whose context the arena is pinned; None: the
+            current one, where pinning would make a context if the process has none there.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, ordinal: int | None = None) -> None:
         super().__init__(arena, torch.cuda)
         self._pinning: Pinning | None = None
         try:
-            self._pinning = Pinning(arena, load(), torch.cuda.current_device())
+            driver = load()
+            ordinal = torch.cuda.current_device() if ordinal is None else ordinal
+            self._pinning = Pinning(arena, driver, ordinal)
         except CudaUnavailable as error:
             _log.warning(
                 "the arena cannot be pinned, so copies to and from the GPU make the training wait: "

@@ -16,6 +16,7 @@ from disco_client.devices.known import Devices
 from disco_client.errors import UnsupportedCall
 from disco_client.ipc import Ipc
 from disco_client.session import Session
+from discod.cuda_driver import load
 from tests.helpers.fake_cuda import FakeCuda
 
 MIB = 1 << 20
@@ -90,6 +91,38 @@ def test_bounds_and_shortages_are_the_gpus(
     assert Devices(arena).limit_bytes(GPU) == 1 << 30
     one_gpu.retries = 3
     assert devices.shortages(GPU) == 3
+
+
+def test_an_allocator_without_counts(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a pluggable allocator, as RMM's, no save would work: torch raises for its counts."""
+
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats.")
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", refuse)
+    assert Devices(arena).shortages(GPU) == 0
+
+
+def test_no_other_gpu_is_touched(
+    tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight processes without ``set_device``, each would take GPU 0 memory for a context."""
+    for name, value in FakeCuda(tmp_path, devices=2).env().items():
+        monkeypatch.setenv(name, value)
+    device = Devices(arena).of(torch.device("cuda", 1))
+    assert isinstance(device, Cuda)
+    arena.back(MIB)
+    assert list(device._parts(0, MIB)) == [(0, MIB)]
+    assert list(load()._contexts) == [1]
+    device.close()
+
+
+def test_a_device_becomes_known_while_others_are_asked(arena: Arena) -> None:
+    """By another thread's first save: else a section ends half-way, and the session is torn."""
+    devices = Devices(arena, makers={"cpu": lambda: cast(Any, asked), "meta": lambda: None})
+    asked = SimpleNamespace(reachable=lambda: devices.of(torch.device("meta")) is None)
+    assert devices.of(torch.device("cpu")) is asked
+    assert devices.reachable()
 
 
 def test_the_arena_is_pinned_where_copies_go(arena: Arena, fake: FakeCuda) -> None:
