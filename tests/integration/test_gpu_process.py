@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from discod.bounds import Refusal
 from discod.cuda_driver import CudaError, Driver, load
 from discod.exits import Exit
+from discod.gpus import MOST_GPUS, Gpus
+from discod.loop import Loop
 from discod.wire import BACKING_STEP_BYTES, PAGE_BYTES
 from discod.wire.messages import CloseRing, CopyIn, CopyOut, Done, Failed, OpenRing, Ping, Write
 from tests.helpers import impatient
@@ -495,6 +498,18 @@ class TestBounds:
             assert isinstance(reply, Failed), wrong
             assert reply.kind == "refused", wrong
         assert pids(daemon) == []
+
+    def test_of_gpus(self) -> None:
+        """A client that names ever more GPUs would have the daemon start ever more processes."""
+        loop = Loop()
+        gpus = Gpus(loop)
+        seats = [gpus.seat(bytes([number] * 16), -1, MIB) for number in range(MOST_GPUS)]
+        with pytest.raises(Refusal, match=f"{MOST_GPUS} GPUs"):
+            gpus.seat(bytes([MOST_GPUS] * 16), -1, MIB)
+        assert gpus.seat(bytes(16), -1, MIB), "of a GPU that has a process"
+        seats[5].leave(lambda: None)
+        assert gpus.seat(bytes([MOST_GPUS] * 16), -1, MIB)
+        loop.close()
 
     def test_seq_in_use(
         self, daemon: Daemon, raw_client: Connect, driver: Driver, fake: FakeCuda
