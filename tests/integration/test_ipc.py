@@ -386,6 +386,47 @@ def test_an_interrupt_while_a_large_tensor_waits_for_the_ring(
     assert ring.take(ring.size_bytes) == 0
 
 
+def test_an_interrupt_while_the_ring_is_opened(
+    over_ipc: Callable[..., Ipc],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The next save goes on with that ring: else its memory is lost, and the transport as well."""
+    over_ipc()
+    manager = DiskOffloadManager()
+    link = connection.current().session.link
+    tensor = torch.randn(50_000)
+    with monkeypatch.context() as patched:
+
+        def interrupted(timeout: float) -> None:
+            raise KeyboardInterrupt
+
+        patched.setattr(link, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            manager.save_tensor(tensor)
+    handle = manager.save_tensor(tensor)
+    assert torch.equal(manager.load_tensor(handle), tensor)
+    assert not caplog.records
+
+
+def test_detaching_after_an_interrupt_while_the_ring_was_opened(
+    over_ipc: Callable[..., Ipc], monkeypatch: pytest.MonkeyPatch, fake: FakeCuda
+) -> None:
+    """The ring is freed, although nothing was ever copied through it."""
+    over_ipc()
+    manager = DiskOffloadManager()
+    with monkeypatch.context() as patched:
+
+        def interrupted(timeout: float) -> None:
+            raise KeyboardInterrupt
+
+        patched.setattr(connection.current().session.link, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            manager.save_tensor(torch.randn(50_000))
+    disco_client.close()
+    assert fake.allocated_bytes()[os.getpid()] == 0
+
+
 def test_loads_ahead_go_through_the_ring(over_ipc: Callable[..., Ipc]) -> None:
     """Else every load waits for its copy, one after the other."""
     device = over_ipc(keep_on_device=0, staging="1MiB")
