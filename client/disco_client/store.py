@@ -38,7 +38,13 @@ class Store:
         return self._devices.of(device) is None
 
     def put(
-        self, tensor: torch.Tensor, spec: TensorSpec, group: Group, owner: object, at_once: bool
+        self,
+        tensor: torch.Tensor,
+        spec: TensorSpec,
+        group: Group,
+        owner: object,
+        at_once: bool,
+        whole: torch.Tensor | None = None,
     ) -> tuple[int, End]:
         """A blob with the bytes of ``tensor``, above 0: its id and end, as :meth:`Session.save`.
 
@@ -49,6 +55,7 @@ class Store:
             owner: As :meth:`Session.save`.
             at_once: What the calling thread's stream is given next may change the tensor. Else a
                 change before the copy has landed is noticed, and the blob is lost.
+            whole: The subclass instance that ``tensor`` is a part of, which counts the changes.
 
         Raises:
             UnsupportedCall: A CUDA graph is being captured.
@@ -65,8 +72,11 @@ class Store:
         device.check(spec.device)
 
         def depart(slot: int, memory: memoryview) -> Departure:
+            watched = None if whole is None else (whole.detach(), whole._version)
             flat = self._with_memory(lambda: flatten(tensor, spec))
             departure = device.stage_out(flat, slot)
+            if watched is not None:
+                departure.watch(*watched)
             if at_once:
                 try:
                     departure.settle()

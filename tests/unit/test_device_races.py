@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.two_tensor import TwoTensor
 
 from disco_client.devices.interface import Departure
 from disco_client.errors import BlobModified, DaemonLost, HandleReleased
 from disco_client.residency import Group
 from disco_client.session import Session
+from disco_client.sharing import Sharing
 from discod.wire import PAGE_BYTES
 from tests.helpers.device_rig import Rig
 from tests.helpers.simulated_gpu import CPU, MODES, SimulatedGpu
@@ -104,6 +106,26 @@ def test_a_source_that_is_changed_after_it_landed_is_not_lent(mode: str) -> None
     rig.session.stats()
     source.add_(1)
     assert torch.equal(stored.load(), torch.full((1024,), 3.0))
+    del stored
+    rig.finish()
+
+
+@pytest.mark.parametrize("landed", [False, True])
+def test_a_subclass_that_is_changed_in_place(landed: bool) -> None:
+    """Its parts do not count that, of a DTensor as little: else the load gives the new value."""
+    rig = Rig(mode="late", keep=3)
+    whole = TwoTensor(torch.full((1024,), 3.0), torch.zeros(1024))
+    stored, _ = Sharing(rig.store).store(whole.a, rig.group, whole)
+    if landed:
+        rig.machine.finish()
+        rig.session.stats()
+    whole.add_(1)
+    assert whole.a[0] == 4.0
+    if landed:
+        assert torch.equal(stored.load(), torch.full((1024,), 3.0))
+    else:
+        with pytest.raises(BlobModified):
+            stored.load()
     del stored
     rig.finish()
 

@@ -98,17 +98,30 @@ class Departure(_Copy):
         self.lendable = True
         self._taken = taken
         self._exact = taken
+        self._whole: torch.Tensor | None = None
+        self._whole_version = 0
         super().__init__(flat, ticket)
 
     @property
     def changed(self) -> bool:
         """Whether the source was written to, or its memory given away, since the copy began."""
+        if self._whole is not None and self._whole._version != self._whole_version:
+            return True
         return _condition(self.flat) != self._before
 
     @property
     def spoilt(self) -> bool:
         """Whether such a change may have come before the copy."""
         return self.changed and not self._exact
+
+    def watch(self, whole: torch.Tensor, version: int) -> None:
+        """The source is a part of ``whole``, whose changes its parts do not count.
+
+        Args:
+            whole: A detached subclass instance, which is kept as long as the source.
+            version: What it had when the copy began.
+        """
+        self._whole, self._whole_version = whole, version
 
     def lend(self) -> "Lent":
         """The source for a load, which keeps it: it may be let go before the load has it."""
@@ -118,6 +131,7 @@ class Departure(_Copy):
         """Drop the source, if the copy does not need it; whether it is dropped."""
         if self._taken:
             self.flat = _NOTHING
+            self._whole = None
         return self._taken
 
     def settle(self) -> None:
