@@ -15,6 +15,7 @@ import pytest
 from discod.bounds import Refusal
 from discod.cuda_driver import CudaError, Driver, load
 from discod.exits import Exit
+from discod.gpu_process import GpuProcess
 from discod.gpus import MOST_GPUS, Gpus
 from discod.loop import Loop
 from discod.wire import BACKING_STEP_BYTES, PAGE_BYTES
@@ -331,6 +332,28 @@ class TestUnavailable:
         assert "install the NVIDIA driver" in reply.text
         assert isinstance(client.write(0, 0, MIB), Done)
         eventually(lambda: not daemon.status()["gpus"])
+
+    def test_modules_of_the_working_directory(
+        self, fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A ``uuid.py`` where the daemon happens to be started would end every GPU process."""
+        (tmp_path / "uuid.py").write_text("raise RuntimeError('not the uuid of the library')")
+        monkeypatch.chdir(tmp_path)
+        loop = Loop()
+        said: list[str] = []
+
+        def ready(refusal: str) -> None:
+            said.append(refusal)
+            process.kill()
+
+        def ended(how: str) -> None:
+            said.append(how)
+            loop.stop()
+
+        process = GpuProcess(loop, uuid_of(0), "a GPU", ready, lambda answer: None, ended)
+        loop.run(lambda: False)
+        loop.close()
+        assert said == ["", "Killed"]
 
     def test_another_gpu(self, daemon: Daemon, raw_client: Connect, driver: Driver) -> None:
         """The daemon would take a GPU for one that it does not see."""
