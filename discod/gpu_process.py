@@ -71,11 +71,17 @@ class GpuProcess:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.setblocking(False)
         fd = theirs.fileno()
-        command = [sys.executable, "-m", "discod.gpu", str(fd), uuid.hex(), str(os.getpid())]
+        # The daemon's own modules: -m alone would look into the working directory first.
+        command = [sys.executable, "-P", "-m", "discod.gpu", str(fd), uuid.hex(), str(os.getpid())]
+        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, pass_fds=[fd], close_fds=True
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[fd],
+                    close_fds=True,
+                    env=os.environ | {"PYTHONPATH": path},
                 )
             self._pidfd = self._open_pidfd()
         except OSError:

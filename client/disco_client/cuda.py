@@ -38,7 +38,11 @@ def refuse_capture() -> None:
 
 def shortages(device: torch.device) -> int:
     """How often torch's allocator had to give back what it had cached, and try again."""
-    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+    try:
+        counts = torch.cuda.memory_stats(device)
+    except RuntimeError:  # a pluggable allocator, which has none
+        return 0
+    return int(counts.get("num_alloc_retries", 0))
 
 
 def staging_bytes(device: torch.device) -> int:

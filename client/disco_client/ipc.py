@@ -60,6 +60,8 @@ class Ipc:
         self._ring_bytes = ring_bytes
         self._lock = threading.Lock()
         self._lanes: dict[torch.device, Lane] = {}
+        self._opening: dict[torch.device, tuple[Ring, list[Reply]]] = {}
+        """Rings that the daemon was told of, and its answers: an interrupt may come between."""
         self._failed = False
 
     def check(self, device: torch.device) -> None:
@@ -114,8 +116,10 @@ class Ipc:
         Memory that another process has open must not be freed. So the daemon is asked to close each
         ring; one that it does not acknowledge in time is left to the end of this process.
         """
-        lanes, self._lanes = self._lanes, {}
-        left = {lane.ring.number for lane in lanes.values()}
+        rings = [lane.ring for lane in self._lanes.values()]
+        rings += [ring for ring, _ in self._opening.values()]
+        self._lanes, self._opening = {}, {}
+        left = {ring.number for ring in rings}
         link = self._session.link
         for number in left:
             link.withdraw(number)
@@ -125,15 +129,15 @@ class Ipc:
             link.wait(min(patience, link.patience))
             link.drain()
             link.check(blocked=False)
-        for lane in lanes.values():
-            if lane.ring.number in left:
+        for ring in rings:
+            if ring.number in left:
                 _log.warning(
                     "the daemon has not let go of this process's %s of GPU memory (its device "
                     "ring), so it stays until this process ends",
-                    format_size(lane.ring.size_bytes),
+                    format_size(ring.size_bytes),
                 )
             else:
-                _free(lane.ring)
+                _free(ring)
         self._fallback.close()
 
     def _lane(self, device: torch.device) -> Lane | None:
@@ -148,11 +152,26 @@ class Ipc:
 
     def _open(self, device: torch.device) -> Lane | None:
         try:
-            ordinal, size_bytes = device.index or 0, self._ring_bytes(device)
-            ring = Ring(len(self._lanes), self._driver, ordinal, size_bytes)
+            ring, answers = self._opening.get(device) or self._begin_to_open(device)
         except CudaError as error:
             self._fail(f"its GPU memory cannot be shared: {error}")
             return None
+        self._session.wait_for(lambda: bool(answers))
+        if self._failed:
+            self._session.wait_for(lambda: self._session.link.withdraw(ring.number))
+            del self._opening[device]
+            _free(ring)
+            return None
+        stream = self._module.Stream(device)
+        lane = Lane(self._session, self._arena, ring, self._module, stream, self._fail)
+        del self._opening[device]
+        self._lanes[device] = lane
+        return lane
+
+    def _begin_to_open(self, device: torch.device) -> tuple[Ring, list[Reply]]:
+        ordinal, size_bytes = device.index or 0, self._ring_bytes(device)
+        number = len(self._lanes) + len(self._opening)
+        ring = Ring(number, self._driver, ordinal, size_bytes)
         answers: list[Reply] = []
 
         def answered(reply: Reply) -> None:
@@ -161,16 +180,9 @@ class Ipc:
                 self._fail(reply.text)
 
         link = self._session.link
+        opening = self._opening[device] = ring, answers
         self._session.wait_for(lambda: link.enroll(ring.number, ring.open_request, answered))
-        self._session.wait_for(lambda: bool(answers))
-        if self._failed:
-            self._session.wait_for(lambda: link.withdraw(ring.number))
-            _free(ring)
-            return None
-        stream = self._module.Stream(device)
-        lane = Lane(self._session, self._arena, ring, self._module, stream, self._fail)
-        self._lanes[device] = lane
-        return lane
+        return opening
 
     def _fail(self, text: str) -> None:
         if not self._failed:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from disco_client.arena import Arena
 from discod.cuda_driver import CudaError, Driver
+from discod.wire import align_up
 from discod.wire.sizes import format_size
 
 PIECE_BYTES = 256 << 20
@@ -78,7 +79,7 @@ class Pinning:
         with self._lock:
             while self.pinned_bytes < end and not self._failed:
                 start = self.pinned_bytes
-                length = min(PIECE_BYTES, self._arena.backed_bytes - start)
+                length = min(PIECE_BYTES, max(self._arena.backed_bytes, align_up(end)) - start)
                 began = time.monotonic()
                 try:
                     with self._driver.on(self._ordinal):

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from disco_client.arena import Arena
-from disco_client.devices.interface import Arrival, Departure
+from disco_client.devices.interface import Arrival, Departure, Lent
 from disco_client.errors import (
     ArenaFull,
     BlobModified,
@@ -125,7 +125,7 @@ class Session:
         with self._waits.loading() as wait:
             return self.wait_for(lambda: self._try_load(blob, size_bytes, wait))
 
-    def at_hand(self, blob: int, device: torch.device) -> Arrival | Departure | None:
+    def at_hand(self, blob: int, device: torch.device) -> Arrival | Lent | None:
         """What ``device`` itself has of the blob, which counts as a load of it.
 
         Raises:

@@ -30,9 +30,15 @@ class SharedTensor(StoredTensor):
     __slots__ = ("_digest", "_made", "_source")
 
     def __init__(
-        self, store: Store, tensor: torch.Tensor, group: Group, spec: TensorSpec, made: bool
+        self,
+        store: Store,
+        tensor: torch.Tensor,
+        group: Group,
+        spec: TensorSpec,
+        made: bool,
+        outer: torch.Tensor | None,
     ) -> None:
-        super().__init__(store, tensor, group, spec)
+        super().__init__(store, tensor, group, spec, whole=outer)
         self._source = StorageWeakRef(tensor.untyped_storage())
         self._made = made
         self._digest: bytes | None = None
@@ -85,7 +91,7 @@ class Sharing:
         key = _identity(tensor, spec), history._version, id(group)
         stored = self._stored.get(key)
         if stored is None or not stored.holds(tensor, spec, made):
-            stored = SharedTensor(self._store, tensor, group, spec, made)
+            stored = SharedTensor(self._store, tensor, group, spec, made, outer)
             self._stored[key] = stored
         return stored, spec
 

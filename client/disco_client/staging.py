@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from disco_client.devices.interface import Arrival, Departure
+from disco_client.devices.interface import Arrival, Departure, Lent
 from disco_client.residency import Residency
 from disco_client.transfers import Transfers
 
@@ -164,11 +164,11 @@ class Staging:
 
     # In
 
-    def find(self, blob: int, device: torch.device) -> Arrival | Departure | None:
+    def find(self, blob: int, device: torch.device) -> Arrival | Lent | None:
         """What ``device`` has of ``blob``, unchanged, for a load. A copy ahead is handed over."""
         source = self._sources.get(blob)
         if source is not None and source.device == device and _is_as_saved(source):
-            return source
+            return source.lend()
         arrival = self._ahead.get(blob)
         if arrival is None or arrival.device != device:
             return None

@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from disco_client.devices.interface import Departure, Device
+from disco_client.devices.interface import Arrival, Departure, Device, Lent
 from disco_client.devices.known import Devices
 from disco_client.lending import Loan
 from disco_client.residency import Group
@@ -39,7 +39,13 @@ class Store:
         return self._devices.of(device) is None
 
     def put(
-        self, tensor: torch.Tensor, spec: TensorSpec, group: Group, owner: object, at_once: bool
+        self,
+        tensor: torch.Tensor,
+        spec: TensorSpec,
+        group: Group,
+        owner: object,
+        at_once: bool,
+        whole: torch.Tensor | None = None,
     ) -> tuple[int, End]:
         """A blob with the bytes of ``tensor``, above 0: its id and end, as :meth:`Session.save`.
 
@@ -50,6 +56,7 @@ class Store:
             owner: As :meth:`Session.save`.
             at_once: What the calling thread's stream is given next may change the tensor. Else a
                 change before the copy has landed is noticed, and the blob is lost.
+            whole: The subclass instance that ``tensor`` is a part of, which counts the changes.
 
         Raises:
             UnsupportedCall: A CUDA graph is being captured.
@@ -66,8 +73,11 @@ class Store:
         device.check(spec.device)
 
         def depart(slot: int, memory: memoryview) -> Departure:
+            watched = None if whole is None else (whole.detach(), whole._version)
             flat = self._with_memory(lambda: flatten(tensor, spec))
             departure = device.stage_out(flat, slot)
+            if watched is not None:
+                departure.watch(*watched)
             if at_once:
                 try:
                     departure.settle()
@@ -102,7 +112,7 @@ class Store:
         self, device: Device, blob: int, spec: TensorSpec, target: torch.device
     ) -> torch.Tensor:
         """The blob's bytes on ``target``, ready for what the calling thread's stream gets next."""
-        found = self.session.at_hand(blob, target)
+        found: Arrival | Lent | None = self.session.at_hand(blob, target)
         if found is None:
             view, loan = self.session.load(blob, spec.nbytes)
             found = self._with_memory(lambda: device.stage_in(loan.slot, spec.nbytes, target))
@@ -142,6 +152,6 @@ def _watch(flat: torch.Tensor, loan: Loan) -> None:
     it can outlive the loan without keeping the slot.
     """
     witness = flat.detach()
-    witness.data = torch.empty(0, dtype=torch.uint8)
+    witness.data = torch.empty(0, dtype=torch.uint8, device=flat.device)
     version = witness._version
     loan.changed = lambda: witness._version != version

@@ -18,7 +18,7 @@ class StoredTensor:
             says.
         group: The owner that the blob counts for.
         spec: The tensor's, where the caller has it.
-        at_once: As :meth:`Store.put`.
+        at_once, whole: As :meth:`Store.put`.
 
     Raises:
         UnsupportedTensor: It cannot be kept as bytes.
@@ -35,6 +35,7 @@ class StoredTensor:
         spec: TensorSpec | None = None,
         *,
         at_once: bool = False,
+        whole: torch.Tensor | None = None,
     ) -> None:
         spec = spec or describe(tensor)
         self.spec = spec
@@ -42,7 +43,7 @@ class StoredTensor:
         self._blob: int | None = None
         self._end: End | None = None
         if spec.nbytes:
-            self._blob, self._end = store.put(tensor, spec, group, self, at_once)
+            self._blob, self._end = store.put(tensor, spec, group, self, at_once, whole)
 
     def load(
         self, device: torch.device | None = None, spec: TensorSpec | None = None
@@ -66,7 +67,7 @@ class StoredTensor:
         spec = spec or self.spec
         target = spec.device if device is None else device
         if not spec.nbytes:
-            return rebuild(torch.empty(0, dtype=torch.uint8), spec, target)
+            return rebuild(torch.empty(0, dtype=torch.uint8, device="cpu"), spec, target)
         return self._store.get(self._live_blob(), spec, target)
 
     def peek(self) -> memoryview | None:

@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 
+from discod.bounds import Refusal
 from discod.cuda_driver import CudaError, Driver, load
 from discod.exits import Exit
+from discod.gpu_process import GpuProcess
+from discod.gpus import MOST_GPUS, Gpus
+from discod.loop import Loop
 from discod.wire import BACKING_STEP_BYTES, PAGE_BYTES
 from discod.wire.messages import CloseRing, CopyIn, CopyOut, Done, Failed, OpenRing, Ping, Write
 from tests.helpers import impatient
@@ -329,6 +333,28 @@ class TestUnavailable:
         assert isinstance(client.write(0, 0, MIB), Done)
         eventually(lambda: not daemon.status()["gpus"])
 
+    def test_modules_of_the_working_directory(
+        self, fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A ``uuid.py`` where the daemon happens to be started would end every GPU process."""
+        (tmp_path / "uuid.py").write_text("raise RuntimeError('not the uuid of the library')")
+        monkeypatch.chdir(tmp_path)
+        loop = Loop()
+        said: list[str] = []
+
+        def ready(refusal: str) -> None:
+            said.append(refusal)
+            process.kill()
+
+        def ended(how: str) -> None:
+            said.append(how)
+            loop.stop()
+
+        process = GpuProcess(loop, uuid_of(0), "a GPU", ready, lambda answer: None, ended)
+        loop.run(lambda: False)
+        loop.close()
+        assert said == ["", "Killed"]
+
     def test_another_gpu(self, daemon: Daemon, raw_client: Connect, driver: Driver) -> None:
         """The daemon would take a GPU for one that it does not see."""
         client = raw_client(daemon)
@@ -495,6 +521,18 @@ class TestBounds:
             assert isinstance(reply, Failed), wrong
             assert reply.kind == "refused", wrong
         assert pids(daemon) == []
+
+    def test_of_gpus(self) -> None:
+        """A client that names ever more GPUs would have the daemon start ever more processes."""
+        loop = Loop()
+        gpus = Gpus(loop)
+        seats = [gpus.seat(bytes([number] * 16), -1, MIB) for number in range(MOST_GPUS)]
+        with pytest.raises(Refusal, match=f"{MOST_GPUS} GPUs"):
+            gpus.seat(bytes([MOST_GPUS] * 16), -1, MIB)
+        assert gpus.seat(bytes(16), -1, MIB), "of a GPU that has a process"
+        seats[5].leave(lambda: None)
+        assert gpus.seat(bytes([MOST_GPUS] * 16), -1, MIB)
+        loop.close()
 
     def test_seq_in_use(
         self, daemon: Daemon, raw_client: Connect, driver: Driver, fake: FakeCuda

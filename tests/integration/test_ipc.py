@@ -401,6 +401,47 @@ def test_an_interrupt_while_a_large_tensor_waits_for_the_ring(
     assert ring.take(ring.size_bytes) == 0
 
 
+def test_an_interrupt_while_the_ring_is_opened(
+    over_ipc: Callable[..., Ipc],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The next save goes on with that ring: else its memory is lost, and the transport as well."""
+    over_ipc()
+    manager = DiskOffloadManager()
+    link = connection.current().session.link
+    tensor = torch.randn(50_000)
+    with monkeypatch.context() as patched:
+
+        def interrupted(timeout: float) -> None:
+            raise KeyboardInterrupt
+
+        patched.setattr(link, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            manager.save_tensor(tensor)
+    handle = manager.save_tensor(tensor)
+    assert torch.equal(manager.load_tensor(handle), tensor)
+    assert not caplog.records
+
+
+def test_detaching_after_an_interrupt_while_the_ring_was_opened(
+    over_ipc: Callable[..., Ipc], monkeypatch: pytest.MonkeyPatch, fake: FakeCuda
+) -> None:
+    """The ring is freed, although nothing was ever copied through it."""
+    over_ipc()
+    manager = DiskOffloadManager()
+    with monkeypatch.context() as patched:
+
+        def interrupted(timeout: float) -> None:
+            raise KeyboardInterrupt
+
+        patched.setattr(connection.current().session.link, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            manager.save_tensor(torch.randn(50_000))
+    disco_client.close()
+    assert fake.allocated_bytes()[os.getpid()] == 0
+
+
 def test_loads_ahead_go_through_the_ring(over_ipc: Callable[..., Ipc]) -> None:
     """Else every load waits for its copy, one after the other."""
     device = over_ipc(keep_on_device=0, staging="1MiB")
@@ -422,6 +463,35 @@ def test_loads_ahead_go_through_the_ring(over_ipc: Callable[..., Ipc]) -> None:
     for handle, tensor in zip(reversed(handles), reversed(tensors), strict=True):
         assert torch.equal(manager.load_tensor(handle), tensor)
     assert disco_client.stats().device_hits >= 3
+
+
+def test_memory_runs_short_after_a_load_found_its_source(
+    over_ipc: Callable[..., Ipc], fake: FakeCuda
+) -> None:
+    """The first load of a backward, whose save is still under way: else it gets no bytes at all."""
+    device = over_ipc(keep_on_device=1)
+    source = torch.randn(50_000, requires_grad=True)
+    hidden = [source * number for number in range(1, 5)]
+    with disco_client.offload():
+        sums = [one.square().sum() for one in hidden[:-1]]
+        await_quiet()
+        fake.delay("copy", 0.2)
+        sums.append(hidden[-1].square().sum())
+    del hidden
+    stage_in, calls = device.stage_in, 0
+
+    def short(*args: Any) -> Arrival:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise torch.OutOfMemoryError("no memory for a copy ahead")
+        return stage_in(*args)
+
+    device.stage_in = short  # type: ignore[method-assign]
+    sums[-1].backward(retain_graph=True)
+    assert calls == 1
+    assert torch.equal(source.grad, 32 * source.detach())  # type: ignore[arg-type]
+    sum(sums[:-1]).backward()
 
 
 @pytest.mark.parametrize("value", ["ipc", "cuda_ipc", ""])

@@ -43,6 +43,17 @@ def test_any_order_of_loads(attach: Attach) -> None:
             assert torch.equal(manager.load_tensor(handles[i]), blob(i))
 
 
+def test_the_default_device_is_another(attach: Attach) -> None:
+    """``torch.set_default_device("cuda")`` is not for what discod makes for itself."""
+    attach(arena="4MiB")
+    manager = DiskOffloadManager()
+    handle = manager.save_tensor(blob(1))
+    with torch.device("meta"):
+        again = manager.save_tensor(manager.load_tensor(handle))
+        loaded = manager.load_tensor(again)
+    assert torch.equal(loaded, blob(1))
+
+
 def test_sizes_around_pages_and_stripes(attach: Attach) -> None:
     """The tail of a blob that is no whole page must not be lost under O_DIRECT."""
     attach(arena="4MiB")

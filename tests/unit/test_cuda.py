@@ -94,6 +94,26 @@ def test_bounds_and_shortages_are_the_gpus(
     assert devices.shortages(GPU) == 3
 
 
+def test_an_allocator_without_counts(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a pluggable allocator, as RMM's, no save would work: torch raises for its counts."""
+
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats.")
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", refuse)
+    assert Devices(arena).shortages(GPU) == 0
+
+
+def test_a_device_becomes_known_while_others_are_asked(arena: Arena) -> None:
+    """By another thread's first save: else a section ends half-way, and the session is torn."""
+    devices = Devices(
+        arena, makers={"cpu": lambda unit: cast(Any, asked), "meta": lambda unit: None}
+    )
+    asked = SimpleNamespace(reachable=lambda: devices.of(torch.device("meta")) is None)
+    assert devices.of(torch.device("cpu")) is asked
+    assert devices.reachable()
+
+
 def test_the_arena_is_pinned_where_copies_go(arena: Arena, fake: FakeCuda) -> None:
     """Else copies are from pageable memory, and hold up the training."""
     device = Cuda(arena, GPU)

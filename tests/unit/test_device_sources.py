@@ -7,8 +7,10 @@ On a simulated device (:mod:`tests.helpers.simulated_gpu`). What random orders f
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.two_tensor import TwoTensor
 
 from disco_client.errors import BlobModified
+from disco_client.sharing import Sharing
 from tests.helpers.device_rig import Rig, page
 from tests.helpers.simulated_gpu import MODES
 
@@ -85,6 +87,26 @@ def test_a_source_that_is_changed_after_it_landed_is_not_lent(mode: str) -> None
     rig.session.stats()
     source.add_(1)
     assert torch.equal(stored.load(), torch.full((1024,), 3.0))
+    del stored
+    rig.finish()
+
+
+@pytest.mark.parametrize("landed", [False, True])
+def test_a_subclass_that_is_changed_in_place(landed: bool) -> None:
+    """Its parts do not count that, of a DTensor as little: else the load gives the new value."""
+    rig = Rig(mode="late", keep=3)
+    whole = TwoTensor(torch.full((1024,), 3.0), torch.zeros(1024))
+    stored, _ = Sharing(rig.store).store(whole.a, rig.group, whole)
+    if landed:
+        rig.machine.finish()
+        rig.session.stats()
+    whole.add_(1)
+    assert whole.a[0] == 4.0
+    if landed:
+        assert torch.equal(stored.load(), torch.full((1024,), 3.0))
+    else:
+        with pytest.raises(BlobModified):
+            stored.load()
     del stored
     rig.finish()
 

@@ -56,6 +56,22 @@ def test_only_what_is_backed_is_pinned(fake: FakeCuda, driver: Driver, arena: Ar
     assert registered(fake) == 4 * MIB
 
 
+def test_what_was_read_beyond_what_is_backed_is_pinned(
+    fake: FakeCuda, driver: Driver, arena: Arena, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only saves back the arena, and a read may get a higher place than any save before it.
+
+    Else nothing is registered, which fails, and the rest of the arena is never pinned.
+    """
+    pinned = Pinning(arena, driver, 0)
+    arena.back(3 * MIB)
+    assert list(pinned.parts(3 * MIB, 5 * MIB)) == [(3 * MIB, 4 * MIB), (4 * MIB, 5 * MIB)]
+    assert not caplog.records
+    arena.back(9 * MIB)
+    list(pinned.parts(0, 9 * MIB))
+    assert registered(fake) == pinned.pinned_bytes == 9 * MIB
+
+
 def test_parts_are_cut_at_pieces_and_cover_the_range(
     driver: Driver, arena: Arena, fake: FakeCuda
 ) -> None:

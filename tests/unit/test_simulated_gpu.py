@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from disco_client.devices.interface import Arrival, Departure, _Copy
+from disco_client.devices.interface import Arrival, Departure, Lent, _Copy
 from disco_client.residency import Residency
 from disco_client.staging import Staging
 from tests.helpers.device_programs import EagerProgram, LazyProgram, Program, run
@@ -123,7 +123,7 @@ def test_memory_that_is_used_before_it_arrived(
 
 def test_a_source_that_is_used_before_it_has_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel of another stream reads what was there before."""
-    monkeypatch.setattr(Departure, "join", lambda self: None)
+    monkeypatch.setattr(Lent, "join", lambda self: None)
     assert caught(keep=3)
 
 

@@ -153,7 +153,29 @@ def test_a_source_is_lent_to_its_own_device_only() -> None:
     stage = Stage()
     blob, departure, _ = stage.depart(ONE)
     assert stage.staging.find(blob, TWO) is None
-    assert stage.staging.find(blob, ONE) is departure
+    lent = stage.staging.find(blob, ONE)
+    assert lent is not None
+    assert lent.flat is departure.flat
+
+
+def test_a_source_that_was_lent_is_let_go() -> None:
+    """A load has it by then: else it gets nothing when memory runs short, or another thread saves.
+
+    Over CUDA IPC, where the copy does not need the source, so that it is dropped before it landed.
+    """
+    stage = Stage()
+    blob, _ = stage.residency.try_place(PAGE_BYTES, stage.group)
+    assert blob is not None
+    source = torch.ones(PAGE_BYTES, dtype=torch.uint8)
+    departure = Departure(source, Told(), Told(), taken=True)
+    departure.device = ONE
+    stage.staging.depart(blob, departure, ahead=True)
+    lent = stage.staging.find(blob, ONE)
+    stage.staging.give_up()
+    assert departure.flat is not source
+    assert lent is not None
+    assert lent.flat is source
+    assert stage.staging.find(blob, ONE) is None
 
 
 def test_a_copy_ahead_goes_to_the_device_of_the_save() -> None:

@@ -98,11 +98,15 @@ class Departure(_Copy):
         self.lendable = True
         self._taken = taken
         self._exact = taken
+        self._whole: torch.Tensor | None = None
+        self._whole_version = 0
         super().__init__(flat, ticket)
 
     @property
     def changed(self) -> bool:
         """Whether the source was written to, or its memory given away, since the copy began."""
+        if self._whole is not None and self._whole._version != self._whole_version:
+            return True
         return _condition(self.flat) != self._before
 
     @property
@@ -110,14 +114,24 @@ class Departure(_Copy):
         """Whether such a change may have come before the copy."""
         return self.changed and not self._exact
 
-    def join(self) -> None:
-        """Let the calling thread's stream use the source."""
-        self._ready.join(self.flat)
+    def watch(self, whole: torch.Tensor, version: int) -> None:
+        """The source is a part of ``whole``, whose changes its parts do not count.
+
+        Args:
+            whole: A detached subclass instance, which is kept as long as the source.
+            version: What it had when the copy began.
+        """
+        self._whole, self._whole_version = whole, version
+
+    def lend(self) -> "Lent":
+        """The source for a load, which keeps it: it may be let go before the load has it."""
+        return Lent(self.flat, self._ready)
 
     def let_go(self) -> bool:
         """Drop the source, if the copy does not need it; whether it is dropped."""
         if self._taken:
             self.flat = _NOTHING
+            self._whole = None
         return self._taken
 
     def settle(self) -> None:
@@ -126,6 +140,23 @@ class Departure(_Copy):
         if not self._exact:
             self._ticket.join(self.flat)
             self._exact = True
+
+
+class Lent:
+    """A source that a load gets, whatever becomes of the copy: ``flat``, to be used after a join.
+
+    Args:
+        flat: The source.
+        ready: Tells when it has its value.
+    """
+
+    def __init__(self, flat: torch.Tensor, ready: Ticket) -> None:
+        self.flat = flat
+        self._ready = ready
+
+    def join(self) -> None:
+        """Let the calling thread's stream use the source."""
+        self._ready.join(self.flat)
 
 
 class Arrival(_Copy):
@@ -174,7 +205,7 @@ class Device(Protocol):
         """Wait for all copies, and let go of the arena."""
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _condition(flat: torch.Tensor) -> tuple[int, int, int]:

@@ -67,7 +67,7 @@ class Devices:
 
     def reachable(self) -> bool:
         """As :meth:`disco_client.staging.Units.reachable`."""
-        return all(device.reachable() for device in self._known.values() if device is not None)
+        return all(device.reachable() for device in self._all())
 
     def limit_bytes(self, device: torch.device) -> int:
         """As :meth:`disco_client.staging.Units.limit_bytes`."""
@@ -83,9 +83,12 @@ class Devices:
 
     def close(self) -> None:
         """Close each, once its copies have ended."""
-        for device in self._known.values():
-            if device is not None:
-                device.close()
+        for device in self._all():
+            device.close()
+
+    def _all(self) -> list[Device]:
+        """Those that are known by now: another thread may need the next one meanwhile."""
+        return [device for device in list(self._known.values()) if device is not None]
 
     def _usual(self, device: torch.device) -> Device | None:
         if device.type == "cpu":
