@@ -3,8 +3,8 @@
 What may be pinned
 ------------------
 Pinning touches every page. Clients back their arenas from the start in steps of
-``BACKING_STEP_BYTES`` and never name a slot beyond (:mod:`disco_client.arena`); so where a step
-holds a byte of a copy, the whole step is backed, and pinning all of it takes no memory that the
+``BACKING_STEP_BYTES``, ahead of every save (:mod:`disco_client.arena`); so where a step holds a
+byte of a copy, the whole step is backed as a rule, and pinning all of it takes no memory that the
 client did not take. The steps are the pieces: a copy that crosses their borders is split there,
 because CUDA takes no copy that leaves the registration in which it begins. Of a client that does
 not keep to this, pages appear within the budget that its arena was admitted with.

@@ -32,7 +32,8 @@ class Launcher:
     """
 
     def __init__(self, scratch: Sequence[Path], socket_dir: Path) -> None:
-        self._command = [sys.executable, "-m", "discod", "--socket-dir", str(socket_dir)]
+        # -P: no module of the working directory's takes the place of one of the daemon's.
+        self._command = [sys.executable, "-P", "-m", "discod", "--socket-dir", str(socket_dir)]
         for directory in scratch:
             self._command += ["--scratch", str(directory.absolute())]
         self._command += ["--exit-idle", str(EXIT_IDLE_SECONDS)]

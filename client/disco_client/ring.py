@@ -45,14 +45,16 @@ class Ring:
         self._extents = ExtentAllocator(self.size_bytes)
         self._free_events = list(range(EVENTS))
         self._left: deque[tuple[int, int]] = deque()
+        self.events: list[int] = []
         with driver.on(ordinal):
             self.address = driver.mem_alloc(self.size_bytes)
             try:
                 self._handle = driver.ipc_mem_handle(self.address)
-                self.events = [driver.event_create(interprocess=True) for _ in range(EVENTS)]
+                for _ in range(EVENTS):
+                    self.events.append(driver.event_create(interprocess=True))
                 self._event_handles = tuple(map(driver.ipc_event_handle, self.events))
             except BaseException:
-                driver.mem_free(self.address)
+                self.free()
                 raise
         self._uuid = driver.device_uuid(ordinal)
 

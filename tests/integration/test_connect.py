@@ -417,11 +417,13 @@ def test_a_malformed_setting_is_named(daemon: Any, setting: str, value: object) 
     assert disco_client.stats().arena_bytes == 0
 
 
-def test_the_daemon_of_a_rank_sees_all_gpus(
+def test_the_daemon_of_a_rank_is_not_the_ranks_alone(
     short_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the daemon that one rank starts cannot copy for the GPUs of the others."""
+    """It sees the GPUs of the others, and takes no module from where the rank happens to be."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    (tmp_path / "queue.py").write_text("raise SystemExit('a module of the job, not of Python')")
+    monkeypatch.chdir(tmp_path)
     disco_client.connect(short_dir, scratch=tmp_path)
     try:
         (daemon,) = daemons_of(short_dir)

@@ -241,16 +241,18 @@ def test_no_daemon_can_open_the_ring(
     assert fake.allocated_bytes()[os.getpid()] == 0
 
 
+@pytest.mark.parametrize("call", ["cuMemAlloc_v2", "cuIpcGetMemHandle", "cuIpcGetEventHandle"])
 def test_memory_that_cannot_be_shared(
-    over_ipc: Callable[..., Ipc], fake: FakeCuda, caplog: pytest.LogCaptureFixture
+    over_ipc: Callable[..., Ipc], fake: FakeCuda, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
     """As where the GPU has no memory left for a ring: one warning, and copies by this process."""
     over_ipc()
-    fake.fail("cuMemAlloc_v2", OUT_OF_MEMORY)
+    fake.fail(call, OUT_OF_MEMORY)
     with caplog.at_level(logging.WARNING, logger="disco_client"):
         compare(ALL[0], stack)
     (record,) = caplog.records
     assert "CUDA_ERROR_OUT_OF_MEMORY" in record.getMessage()
+    assert fake.allocated_bytes()[os.getpid()] == 0
 
 
 @pytest.mark.parametrize("direction", ["save", "load"])

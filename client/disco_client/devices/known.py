@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -61,9 +62,10 @@ class Devices:
     def unit(self, device: torch.device) -> torch.device:
         """``device`` with its index: ``cuda`` is the calling thread's current one."""
         index: int | None = device.index  # torch's own types leave the None out
-        if index is not None or device.type == "cpu":
+        module = _module(device)
+        if index is not None or not hasattr(module, "current_device"):
             return device
-        return torch.device(device.type, torch.get_device_module(device).current_device())
+        return torch.device(device.type, module.current_device())
 
     def reachable(self) -> bool:
         """As :meth:`disco_client.staging.Units.reachable`."""
@@ -91,12 +93,20 @@ class Devices:
         return [device for device in list(self._known.values()) if device is not None]
 
     def _usual(self, device: torch.device) -> Device | None:
-        if device.type == "cpu":
-            return None
         if device.type == "cuda":
             return Cuda(self._arena, device)
-        module = torch.get_device_module(device)
+        module = _module(device)
         needed = ("Stream", "stream", "current_stream")
         if all(hasattr(module, name) for name in needed):
             return Streamed(self._arena, module)
+        return None
+
+
+def _module(device: torch.device) -> Any:
+    """What torch has for the device type; None for the CPU, and for types without any."""
+    if device.type == "cpu":  # its module has streams that are none
+        return None
+    try:
+        return torch.get_device_module(device)
+    except RuntimeError:
         return None
