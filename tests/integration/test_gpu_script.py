@@ -18,10 +18,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests.gpu import longest, machine, overlap, report, runner
+from tests.gpu import longest, machine, overlap, pinning, races, report, runner
 from tests.gpu.__main__ import main
-from tests.gpu.bench import Row, at_least, at_most, guarded, left_out
+from tests.gpu.bench import Bench, Row, at_least, at_most, guarded, left_out
 from tests.gpu.faults import helper_pid
+from tests.gpu.llama import Shape
 from tests.helpers.daemon import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -189,6 +190,39 @@ def test_a_part_without_rows_has_failed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(runner, "COMMAND", (sys.executable, "-c", ""))
     lines = runner.run(plan(tmp_path, "nothing"), lambda row: None)
     assert [(row["what"], row["ok"]) for row in lines] == [("end", False), ("time", None)]
+
+
+def bench(directory: Path, sockets: Path, part: str) -> Bench:
+    """A part's, on the CPU and in its tiny form."""
+    device = torch.device("cpu")
+    return Bench(part, device, True, 60.0, scratch=directory, sockets=sockets, out=directory)
+
+
+def test_races_that_never_ran_are_not_ok(
+    tmp_path: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else "nothing stays" would be ok where nothing was ever saved."""
+    monkeypatch.setattr(races, "_race", lambda *arguments: iter(()))
+    rows = list(races.run(bench(tmp_path, short_dir, "races")))
+    assert [row.ok for row in rows if row.what.startswith("nothing stays")] == [False, False]
+    assert not any(row.ok for row in rows)
+
+
+def test_pinning_without_pinned_memory_is_not_ok(
+    tmp_path: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else equal gradients would be said to be those over a pinned arena."""
+    monkeypatch.setattr(
+        pinning, "SHAPE", Shape(layers=2, width=64, batch=1, length=64, head_width=64)
+    )
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_, **__: None)
+    rows = list(pinning.run(bench(tmp_path, short_dir, "pinning")))
+    assert [(row.what, row.ok) for row in rows] == [
+        ("pinned", False),
+        ("gradients, pinned", None),
+        ("asked to pin", False),
+        ("gradients, not pinned", None),
+    ]
 
 
 def test_an_exception_is_a_failed_row() -> None:
