@@ -41,6 +41,9 @@ DETERMINISTIC = {"equality", "pinning", "faults", "graphs"}
 COMMAND = (sys.executable, "-m", "tests.gpu.part")
 """And a part's name and settings."""
 
+GROUP_SECONDS = 2.0
+"""For what was killed; in containers whose first process reaps nothing it is there for ever."""
+
 TAIL_CHARS = 300
 """Of the last line that a part which failed has written: the exception's, most often."""
 
@@ -219,6 +222,7 @@ class _Process:
         self._processes.forget(self)
         if self._process is not None:
             self._process.wait()
+            self._wait_for_group(self._process.pid)
             if self._process.stdout is not None:
                 self._process.stdout.close()
 
@@ -235,6 +239,14 @@ class _Process:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _wait_for_group(self, group: int) -> None:
+        """Until its daemons are gone too, which may be making files until then."""
+        deadline = time.monotonic() + GROUP_SECONDS
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(group, 0)
+                time.sleep(0.01)
 
     def _time_out(self) -> None:
         self.timed_out = True
