@@ -29,8 +29,9 @@ class Row:
         what: What was looked at.
         value: What was found, in words or with its unit.
         goal: What it must be; empty where nothing is asked of it.
-        ok: Whether it is so. None: nothing is asked of it, or it could not be looked at.
+        ok: Whether it is so. None: nothing is asked of it, or it was left out.
         data: The figures behind it, for the JSON file.
+        left_out: Whether it could not be looked at.
     """
 
     what: str
@@ -38,6 +39,7 @@ class Row:
     goal: str = ""
     ok: bool | None = None
     data: Any = None
+    left_out: bool = False
 
 
 def at_least(what: str, value: float, goal: float, note: str = "", data: Any = None) -> Row:
@@ -52,7 +54,7 @@ def at_most(what: str, value: float, goal: float, note: str = "", data: Any = No
 
 def left_out(what: str, why: str) -> Row:
     """A row for what cannot be looked at here."""
-    return Row(what, f"left out: {why}")
+    return Row(what, f"left out: {why}", left_out=True)
 
 
 def guarded(what: str, rows: Iterator[Row]) -> Iterator[Row]:

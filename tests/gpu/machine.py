@@ -1,4 +1,4 @@
-"""What the figures were taken on: the GPU, the versions, the disk. Starts no CUDA."""
+"""What the figures were taken on: the GPU, the versions, the disk. Makes no CUDA context."""
 
 import os
 import platform
@@ -39,6 +39,25 @@ def describe(device: str, scratch: Path, probe_bytes: int) -> dict[str, str]:
         "cpu": f"{os.cpu_count()} cores, {format_size(psutil.virtual_memory().total)}",
         "scratch": f"{file_system(scratch)}, {disk(scratch, probe_bytes)}",
     }
+
+
+def unusable(device: str) -> str | None:
+    """Why nothing can be measured on ``device`` (cpu, cuda or cuda:N) here; None: it can be."""
+    if device == "cpu":
+        return None
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA: install its CUDA build"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return (
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU: look at "
+            "nvidia-smi (driver, container's --gpus) and at CUDA_VISIBLE_DEVICES, which is "
+            + ("not set" if visible is None else repr(visible))
+        )
+    if int(device.partition(":")[2] or 0) >= count:
+        return f"{device}: this machine has {count} GPU{'' if count == 1 else 's'}"
+    return None
 
 
 def gpus() -> str:

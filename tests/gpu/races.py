@@ -123,8 +123,10 @@ def _on_course(
         if bench.on_gpu:
             what = f"saved on one stream, loaded on another, {where}"
             yield from guarded(what, _crossing(bench, course, what, hooked))
-        live = disco_client.stats().live_blobs
-        yield Row(f"nothing stays, {where}", f"{live} live blobs", "0", live == 0)
+        stats = disco_client.stats()
+        live, saved = stats.live_blobs, stats.saved_blobs
+        value = f"{live} live blobs of {saved}"
+        yield Row(f"nothing stays, {where}", value, "0", live == 0 and saved > 0)
         yield from ipc_use(bench, where, transport, daemon)
 
 

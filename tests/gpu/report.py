@@ -21,21 +21,29 @@ def text(line: Line) -> str:
 
 
 def summary(lines: Sequence[Line]) -> str:
-    """How many rows are which."""
-    counts = Counter(line["ok"] for line in lines)
-    return f"{counts[True]} ok, {counts[False]} failed, {counts[None]} without a goal"
+    """How many rows are which; a figure is a row of which nothing is asked."""
+    counts = Counter("left out" if line["left_out"] else line["ok"] for line in lines)
+    figures = f"{counts[None]} figure{'' if counts[None] == 1 else 's'}"
+    return f"{counts[True]} ok, {counts[False]} failed, {counts['left out']} left out, {figures}"
 
 
 def passed(lines: Sequence[Line]) -> bool:
-    """Whether there are rows, and none of them failed."""
-    return bool(lines) and all(line["ok"] is not False for line in lines)
+    """Whether something was checked, and nothing failed."""
+    found = {line["ok"] for line in lines}
+    return True in found and False not in found
 
 
-def write(directory: Path, header: dict[str, str], lines: Sequence[Line]) -> None:
-    """``results.json`` and ``results.md``."""
-    results = {"header": header, "passed": passed(lines), "rows": list(lines)}
-    (directory / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (directory / "results.md").write_text(markdown(header, lines))
+def write(directory: Path, header: dict[str, str], lines: Sequence[Line], complete: bool) -> None:
+    """``results.json`` and ``results.md``, each replaced as a whole; ``complete``: all has run."""
+    results = {"header": header, "passed": complete and passed(lines), "rows": list(lines)}
+    _replace(directory / "results.json", json.dumps(results, indent=1) + "\n")
+    _replace(directory / "results.md", markdown(header, lines))
+
+
+def _replace(path: Path, text: str) -> None:
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def markdown(header: dict[str, str], lines: Sequence[Line]) -> str:

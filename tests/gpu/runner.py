@@ -8,11 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.gpu.bench import Row, left_out
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,6 +37,12 @@ CPU_PATIENCE = 4
 GPU_ONLY = {"pinning", "graphs"}
 DETERMINISTIC = {"equality", "pinning", "faults", "graphs"}
 """Run with cuBLAS workspaces of a fixed size, without which it may add in any order."""
+
+COMMAND = (sys.executable, "-m", "tests.gpu.part")
+"""And a part's name and settings."""
+
+GROUP_SECONDS = 2.0
+"""For what was killed; in containers whose first process reaps nothing it is there for ever."""
 
 TAIL_CHARS = 300
 """Of the last line that a part which failed has written: the exception's, most often."""
@@ -65,52 +73,119 @@ class Plan:
     jobs: int
 
 
-def run(plan: Plan, show: Callable[[Line], None]) -> list[Line]:
-    """All rows, in the parts' order; each is given to ``show`` as soon as it is there."""
+def run(
+    plan: Plan,
+    show: Callable[[Line], None],
+    save: Callable[[list[Line]], None] = lambda lines: None,
+) -> list[Line]:
+    """All rows, in the parts' order.
+
+    What a signal handler raises ends the running parts, and goes on when they have ended.
+
+    Args:
+        plan: What to run.
+        show: Is given each row as soon as it is there.
+        save: Is given all rows so far, each time that a part has ended.
+    """
     deadline = time.monotonic() + plan.seconds
+    processes = _Processes()
     with ThreadPoolExecutor(plan.jobs) as pool:
-        found = pool.map(lambda part: _run_part(plan, part, deadline, show), plan.parts)
-        return [line for lines in found for line in lines]
+        parts = [
+            pool.submit(_run_part, plan, part, deadline, show, processes) for part in plan.parts
+        ]
+        try:
+            for _ in as_completed(parts):
+                save(_rows(parts))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            processes.end()
+            wait(parts)
+            save(_rows(parts))
+            raise
+    return _rows(parts)
 
 
-def _run_part(plan: Plan, part: str, deadline: float, show: Callable[[Line], None]) -> list[Line]:
+def _rows(parts: Sequence[Future[list[Line]]]) -> list[Line]:
+    ended = [part for part in parts if part.done() and not part.cancelled()]
+    return [line for part in ended for line in part.result()]
+
+
+def _run_part(
+    plan: Plan, part: str, deadline: float, show: Callable[[Line], None], processes: "_Processes"
+) -> list[Line]:
     lines: list[Line] = []
 
-    def add(what: str, value: str, ok: bool | None, goal: str = "", data: Any = None) -> None:
-        lines.append(
-            {"part": part, "what": what, "value": value, "goal": goal, "ok": ok, "data": data}
-        )
+    def add(**row: Any) -> None:
+        lines.append({"part": part, **asdict(Row(**row))})
         show(lines[-1])
 
     on_gpu = plan.device.startswith("cuda")
     if part in GPU_ONLY and not on_gpu:
-        add("all of it", "left out: needs a GPU", None)
+        add(**asdict(left_out("all of it", "needs a GPU")))
         return lines
     own_limit = LIMITS_SECONDS[part] * (1 if on_gpu else CPU_PATIENCE)
     limit = min(own_limit, deadline - time.monotonic())
     if limit <= 0:
-        add("all of it", f"not run: the {plan.seconds:.0f} s were over", False, "runs")
+        value = f"not run: the {plan.seconds:.0f} s were over"
+        add(what="all of it", value=value, goal="runs", ok=False)
         return lines
     began = time.monotonic()
     log_path = plan.out / f"{part}.log"
-    with log_path.open("w") as log, _Process(plan, part, log, limit) as process:
+    with log_path.open("w") as log, _Process(plan, part, log, limit, processes) as process:
         for text in process.lines():
             add(**json.loads(text))
         code = process.wait()
-    if process.timed_out:
-        add("time limit", f"ended after {limit:.0f} s", False, f"<= {limit:.0f} s")
-    elif code:
+    if processes.ended:
+        add(what="end", value="interrupted", goal="runs", ok=False)
+    elif process.timed_out:
+        value, goal = f"ended after {limit:.0f} s", f"<= {limit:.0f} s"
+        add(what="time limit", value=value, goal=goal, ok=False)
+    elif code or not lines:
         said = log_path.read_text().strip().rpartition("\n")[2][-TAIL_CHARS:]
-        add("end", f"exit code {code}: {said}", False, "exit code 0")
-    add("time", f"{time.monotonic() - began:.1f} s", None)
+        value = f"exit code {code}, {len(lines)} rows: {said}"
+        add(what="end", value=value, goal="exit code 0", ok=False)
+    add(what="time", value=f"{time.monotonic() - began:.1f} s")
     return lines
+
+
+class _Processes:
+    """Those of the parts that run. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[_Process] = set()
+        self.ended = False
+
+    def start(self, process: "_Process") -> None:
+        """Start it, unless all were ended."""
+        with self._lock:
+            if not self.ended:
+                process.start()
+                self._running.add(process)
+
+    def forget(self, process: "_Process") -> None:
+        """It has ended, so that its number may be another's."""
+        with self._lock:
+            self._running.discard(process)
+
+    def end(self) -> None:
+        """End all that run; no more are started."""
+        with self._lock:
+            self.ended = True
+            for process in self._running:
+                process.kill()
 
 
 class _Process:
     """A part's process, with its daemons and trainers in one process group: they end together."""
 
-    def __init__(self, plan: Plan, part: str, log: Any, limit: float) -> None:
+    def __init__(
+        self, plan: Plan, part: str, log: Any, limit: float, processes: _Processes
+    ) -> None:
         self.timed_out = False
+        self._processes = processes
+        self._log = log
+        self._environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if part in DETERMINISTIC else {}
         settings = {
             "device": plan.device,
             "quick": plan.quick,
@@ -119,42 +194,60 @@ class _Process:
             "sockets": str(plan.sockets),
             "out": str(plan.out),
         }
-        environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if part in DETERMINISTIC else {}
+        self._command = [*COMMAND, part, json.dumps(settings)]
+        self._process: subprocess.Popen[str] | None = None
+        self._timer = threading.Timer(limit, self._time_out)
+
+    def start(self) -> None:
+        """Start it."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.part", part, json.dumps(settings)],
+            self._command,
             cwd=ROOT,
-            env=os.environ | environment,
+            env=os.environ | self._environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=log,
+            stderr=self._log,
             text=True,
             start_new_session=True,
         )
-        self._timer = threading.Timer(limit, self._time_out)
 
     def __enter__(self) -> "_Process":
+        self._processes.start(self)
         self._timer.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._timer.cancel()
-        self._kill()
-        self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self.kill()
+        self._processes.forget(self)
+        if self._process is not None:
+            self._process.wait()
+            self._wait_for_group(self._process.pid)
+            if self._process.stdout is not None:
+                self._process.stdout.close()
 
-    def lines(self) -> Sequence[str]:
+    def lines(self) -> Iterable[str]:
         """What it prints, as it comes."""
-        return self._process.stdout  # type: ignore[return-value]  # iterated line by line
+        return (self._process and self._process.stdout) or ()
 
     def wait(self) -> int:
         """Its exit code."""
-        return self._process.wait()
+        return self._process.wait() if self._process is not None else 0
+
+    def kill(self) -> None:
+        """SIGKILL to all of the group."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _wait_for_group(self, group: int) -> None:
+        """Until its daemons are gone too, which may be making files until then."""
+        deadline = time.monotonic() + GROUP_SECONDS
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(group, 0)
+                time.sleep(0.01)
 
     def _time_out(self) -> None:
         self.timed_out = True
-        self._kill()
-
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.kill()

@@ -1,20 +1,29 @@
 """``python -m tests.gpu`` without a GPU, so that the one try on hardware is not spent on typing."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import click
+import psutil
 import pytest
 import torch
+from click.testing import CliRunner
 
-from tests.gpu import longest, overlap, report, runner
-from tests.gpu.bench import Row, at_least, at_most, guarded, left_out
+from tests.gpu import longest, machine, overlap, pinning, races, report, runner
+from tests.gpu.__main__ import main
+from tests.gpu.bench import Bench, Row, at_least, at_most, guarded, left_out
 from tests.gpu.faults import helper_pid
+from tests.gpu.llama import Shape
+from tests.helpers.daemon import eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +45,7 @@ def plan(directory: Path, *parts: str, **changes: Any) -> runner.Plan:
 
 def line(part: str, ok: bool | None, value: str = "v") -> runner.Line:
     """A row as the runner has it."""
-    return {"part": part, "what": "w", "value": value, "goal": "", "ok": ok, "data": None}
+    return {"part": part, **asdict(Row("w", value, ok=ok))}
 
 
 @pytest.mark.timeout(600)  # under a minute on an idle machine
@@ -59,6 +68,7 @@ def test_the_whole_script_runs_without_a_gpu(tmp_path: Path, short_dir: Path) ->
     assert judged == set(runner.LIMITS_SECONDS) - runner.GPU_ONLY - {"step", "longest"}
     assert {row["part"] for row in results["rows"]} == set(runner.LIMITS_SECONDS)
     assert "torch" in results["header"]
+    assert results["passed"]
     table = (tmp_path / "out" / "results.md").read_text()
     assert table.count("\n| ") == len(results["rows"]) + 2
     curves = ElementTree.parse(tmp_path / "out" / "longest.svg").iter("{*}polyline")
@@ -98,6 +108,123 @@ def test_parts_without_time_left_are_not_run(tmp_path: Path) -> None:
     assert row["value"].startswith("not run")
 
 
+@pytest.mark.parametrize(
+    ("device", "version", "count", "text"),
+    [
+        ("cuda", None, 0, "is built without CUDA"),
+        ("cuda:1", "13.0", 0, "sees no GPU"),
+        ("cuda:9", "13.0", 2, "cuda:9: this machine has 2 GPUs"),
+        ("cuda:1", "13.0", 1, "cuda:1: this machine has 1 GPU"),
+        ("cuda:0x", "13.0", 1, "'cuda:0x' is none of cpu, cuda and cuda:N"),
+        ("nowhere", "13.0", 1, "'nowhere' is none of cpu, cuda and cuda:N"),
+    ],
+)
+def test_without_a_usable_gpu_nothing_is_begun(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    version: str | None,
+    count: int,
+    text: str,
+) -> None:
+    """Else nine parts would fail one after the other, each with a long error of torch's."""
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    out = tmp_path / "out"
+    outcome = CliRunner().invoke(main, ["--device", device, "--out", str(out)])
+    assert outcome.exit_code == click.UsageError.exit_code == 2
+    assert text in outcome.output
+    assert not out.exists()
+
+
+def test_usable_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the one try on hardware would be refused."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [machine.unusable(name) for name in ("cpu", "cuda", "cuda:0", "cuda:1")] == [None] * 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_the_results_and_nothing_else(
+    tmp_path: Path, short_dir: Path, number: signal.Signals
+) -> None:
+    """Else what is interrupted would lose its figures, or leave daemons and files behind."""
+    scratch, out = tmp_path / "scratch", tmp_path / "out"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--quick", "--out", str(out)]
+    command += ["--scratch", str(scratch), "--only", "graphs", "--only", "races"]
+    environment = os.environ | {"TMPDIR": str(short_dir)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
+        try:
+            log = out / "races.daemon.log"
+            eventually(lambda: log.exists() and log.stat().st_size, 60, "a daemon")
+            family = psutil.Process(process.pid).children(recursive=True)
+            before = json.loads((out / "results.json").read_text())
+            process.send_signal(number)
+            assert process.wait(60) == 128 + number
+        finally:
+            process.kill()
+    assert [row["part"] for row in before["rows"]] == ["graphs"]
+    after = json.loads((out / "results.json").read_text())
+    assert after["rows"][0] == before["rows"][0]
+    assert ("races", "interrupted") in [(row["part"], row["value"]) for row in after["rows"]]
+    assert not after["passed"]
+    assert len(family) >= 2
+    eventually(lambda: not any(map(running, family)), 10, "the end of the part and its daemon")
+    assert list(scratch.iterdir()) == []
+    assert list(short_dir.iterdir()) == []
+
+
+def running(process: psutil.Process) -> bool:
+    """Whether it has not ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def test_a_part_without_rows_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a part that did nothing at all would count as passed."""
+    monkeypatch.setitem(runner.LIMITS_SECONDS, "nothing", 60)
+    monkeypatch.setattr(runner, "COMMAND", (sys.executable, "-c", ""))
+    lines = runner.run(plan(tmp_path, "nothing"), lambda row: None)
+    assert [(row["what"], row["ok"]) for row in lines] == [("end", False), ("time", None)]
+
+
+def bench(directory: Path, sockets: Path, part: str) -> Bench:
+    """A part's, on the CPU and in its tiny form."""
+    device = torch.device("cpu")
+    return Bench(part, device, True, 60.0, scratch=directory, sockets=sockets, out=directory)
+
+
+def test_races_that_never_ran_are_not_ok(
+    tmp_path: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else "nothing stays" would be ok where nothing was ever saved."""
+    monkeypatch.setattr(races, "_race", lambda *arguments: iter(()))
+    rows = list(races.run(bench(tmp_path, short_dir, "races")))
+    assert [row.ok for row in rows if row.what.startswith("nothing stays")] == [False, False]
+    assert not any(row.ok for row in rows)
+
+
+def test_pinning_without_pinned_memory_is_not_ok(
+    tmp_path: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else equal gradients would be said to be those over a pinned arena."""
+    monkeypatch.setattr(
+        pinning, "SHAPE", Shape(layers=2, width=64, batch=1, length=64, head_width=64)
+    )
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_, **__: None)
+    rows = list(pinning.run(bench(tmp_path, short_dir, "pinning")))
+    assert [(row.what, row.ok) for row in rows] == [
+        ("pinned", False),
+        ("gradients, pinned", None),
+        ("asked to pin", False),
+        ("gradients, not pinned", None),
+    ]
+
+
 def test_an_exception_is_a_failed_row() -> None:
     """Else a part's later checks would be lost with the first one that raises."""
 
@@ -118,6 +245,14 @@ def test_goals_are_judged() -> None:
     assert report.passed([line("step", True), line("step", None)])
     assert not report.passed([line("step", True), line("step", False)])
     assert not report.passed([])
+    assert not report.passed([line("step", None)])
+
+
+def test_summary_tells_what_was_left_out() -> None:
+    """Else a run that looked at nothing would read as one that only measured."""
+    missing = {"part": "step", **asdict(left_out("overlap", "needs a GPU"))}
+    lines = [line("step", ok) for ok in (True, True, False, None)]
+    assert report.summary([*lines, missing]) == "2 ok, 1 failed, 1 left out, 1 figure"
 
 
 def test_markdown_keeps_its_columns() -> None:
