@@ -1,8 +1,8 @@
 """The arena's pages pinned for a GPU, so that it copies to and from them by itself.
 
 *Why in pieces.* The arena is backed by memory in steps, as far as it is used, and registering
-touches every page: so a piece is registered when a copy first needs it, which costs some 0.1 s/GB,
-once. A copy must not cross from one piece to the next, so it is cut there.
+touches every page: so a piece is registered when a copy first needs it, once, at some 0.1 s/GB (an
+estimate). A copy must not cross from one piece to the next, so it is cut there.
 """
 
 import logging
