@@ -11,8 +11,8 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Protocol
 
+from discod.io import Io
 from discod.schedule import Entry, Priority, Schedule
-from discod.transfer import Io
 
 
 class Work(Protocol):
@@ -68,7 +68,7 @@ class Engine:
         threads: At least 2, so that writes leave one to reads.
         chunk_bytes: Most bytes of one piece.
         post: Hands a callback to the event loop, from any thread.
-        io: The I/O functions; tests give their own.
+        io: The system calls.
         name: For the threads' names.
     """
 

@@ -25,6 +25,8 @@ class Exit(IntEnum):
     SOCKET_LOCKED = 21
     """Another daemon serves this socket directory."""
     SOCKET_PATH_TOO_LONG = 22
+    FAULTS_UNUSABLE = 23
+    """The file that ``DISCOD_FAULTS`` names, for tests, cannot be read or has a bad rule."""
     FORCED = 30
     """A second signal came before the drain that the first one began had ended."""
 

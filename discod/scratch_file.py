@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from discod.budget import Budget
-from discod.syscalls import fallocate
+from discod.io import Io
 from discod.wire import align_up
 from discod.wire.sizes import format_size
 
@@ -46,13 +46,17 @@ class ScratchFile:
         directory: Where it is, for messages.
         direct: Whether ``fd`` is O_DIRECT.
         quota: The scratch bytes of all clients.
+        io: The system calls.
     """
 
-    def __init__(self, fd: int, directory: str, direct: bool, quota: Budget) -> None:
+    def __init__(
+        self, fd: int, directory: str, direct: bool, quota: Budget, io: Io | None = None
+    ) -> None:
         self.fd = fd
         self.directory = directory
         self.direct = direct
         self._quota = quota
+        self._io = io or Io()
         self._lock = threading.Lock()
         self._writes = 0
         self._version = 0
@@ -129,7 +133,7 @@ class ScratchFile:
         start = self._allocated_bytes
         try:
             try:
-                fallocate(self.fd, start, more_bytes)
+                self._io.fallocate(self.fd, start, more_bytes)
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                     raise

@@ -23,7 +23,7 @@ import socket
 from functools import partial
 from typing import cast
 
-from discod import __version__
+from discod import __version__, faults
 from discod.admission import Admission, Admitted, Device
 from discod.budget import Budget
 from discod.chores import Chores
@@ -89,7 +89,8 @@ class Server:
         self._config = config
         _raise_fd_limit()
         self._socket_dir = SocketDir(config.socket_dir)
-        directories = [Directory(path) for path in config.scratch]
+        io = faults.from_environment()
+        directories = [Directory(path, io) for path in config.scratch]
         self._ram = Budget(config.ram_bytes or default_ram_bytes())
         free = ((directory.device, directory.free_bytes()) for directory in directories)
         self._disk = Budget(config.disk_bytes or default_disk_bytes(free))
@@ -100,7 +101,7 @@ class Server:
             if directory.device not in engines:
                 name = f"io-{len(engines)}"
                 engines[directory.device] = Engine(
-                    config.threads, config.chunk_bytes, self._loop.post, name=name
+                    config.threads, config.chunk_bytes, self._loop.post, io, name
                 )
         self._devices = [Device(d, engines[d.device]) for d in directories]
         self._epoch = int.from_bytes(os.urandom(8), "big") >> 1

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from discod.budget import Budget
 from discod.exits import Exit, StartupError
+from discod.io import Io
 from discod.locks import Locked, lock_directory
 from discod.scratch_file import ScratchFile
 from discod.wire import PAGE_BYTES
@@ -40,6 +41,7 @@ class Directory:
 
     Args:
         path: The directory.
+        io: The system calls.
 
     Attributes:
         direct: Whether its files are O_DIRECT.
@@ -49,8 +51,9 @@ class Directory:
         StartupError: It cannot be used.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, io: Io | None = None) -> None:
         self.path = path
+        self._io = io or Io()
         self._lock_fd = self._lock()
         try:
             self._remove_stale()
@@ -92,7 +95,7 @@ class Directory:
         if found:
             raise ForeignFile(f"it is {', '.join(found)}")
         flags = os.O_RDWR | (os.O_DIRECT if self.direct else 0)
-        return self._file(os.open(f"/proc/self/fd/{path_fd}", flags), quota)
+        return self._file(self._io.open(f"/proc/self/fd/{path_fd}", flags, 0), quota)
 
     def free_bytes(self) -> int:
         """What its file system has free for users."""
@@ -105,7 +108,7 @@ class Directory:
 
     def _file(self, fd: int, quota: Budget) -> ScratchFile:
         try:
-            return ScratchFile(fd, str(self.path), self.direct, quota)
+            return ScratchFile(fd, str(self.path), self.direct, quota, self._io)
         except OSError:
             os.close(fd)
             raise
@@ -155,13 +158,13 @@ class Directory:
         """A nameless file. Where O_TMPFILE works, nobody can give it a name either (O_EXCL)."""
         flags = os.O_RDWR | (os.O_DIRECT if direct else 0)
         try:
-            return os.open(self.path, flags | os.O_TMPFILE | os.O_EXCL, FILE_MODE)
+            return self._io.open(self.path, flags | os.O_TMPFILE | os.O_EXCL, FILE_MODE)
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
                 raise
         fd, name = tempfile.mkstemp(prefix=FILE_PREFIX, dir=self.path)
         try:
-            return os.open(name, flags)
+            return self._io.open(name, flags, 0)
         finally:
             os.unlink(name)
             os.close(fd)
@@ -171,7 +174,7 @@ class Directory:
         with contextlib.suppress(OSError):
             fd = self._open_new(direct=True)
             try:
-                _write_and_read(fd)
+                _write_and_read(fd, self._io)
                 return True, os.fstat(fd).st_dev
             except OSError as error:
                 # A full disk says nothing about O_DIRECT, which could be opened.
@@ -186,13 +189,13 @@ class Directory:
             os.close(fd)
 
 
-def _write_and_read(fd: int) -> None:
-    with mmap.mmap(-1, PAGE_BYTES) as page:
+def _write_and_read(fd: int, io: Io) -> None:
+    with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
         page[:] = wanted = b"discod" + bytes(PAGE_BYTES - 6)
-        if os.pwritev(fd, [page], 0) != PAGE_BYTES:
+        if io.pwritev(fd, [view], 0) != PAGE_BYTES:
             raise OSError(errno.EIO, "short write")
         page[:] = bytes(PAGE_BYTES)
-        if os.preadv(fd, [page], 0) != PAGE_BYTES or page[:] != wanted:
+        if io.preadv(fd, [view], 0) != PAGE_BYTES or page[:] != wanted:
             raise OSError(errno.EIO, "short or wrong read")
 
 

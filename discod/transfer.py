@@ -11,22 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from discod import checksum
+from discod.io import Io
 from discod.scratch_file import ScratchFile
-from discod.syscalls import write_back
 from discod.wire import PAGE_BYTES
 
 
 class Corrupt(Exception):
     """What was read does not have the checksum that was taken when it was written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Io:
-    """The I/O functions, so that a test can put failing ones in their place."""
-
-    pwritev: Callable[[int, Sequence[memoryview], int], int] = os.pwritev
-    preadv: Callable[[int, Sequence[memoryview], int], int] = os.preadv
-    write_back: Callable[[int, int, int], None] = write_back
 
 
 def _whole(

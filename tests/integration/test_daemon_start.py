@@ -74,6 +74,7 @@ def test_exit_codes_never_change() -> None:
         "SOCKET_DIR_UNUSABLE": 20,
         "SOCKET_LOCKED": 21,
         "SOCKET_PATH_TOO_LONG": 22,
+        "FAULTS_UNUSABLE": 23,
         "FORCED": 30,
     }
 

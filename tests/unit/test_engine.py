@@ -11,9 +11,10 @@ import pytest
 from discod.budget import Budget
 from discod.checksum import Mode
 from discod.engine import Cancelled, Engine, Job
+from discod.io import Io
 from discod.schedule import Priority
 from discod.scratch_file import ScratchFile
-from discod.transfer import Corrupt, Io, ReadBlob, WriteBlob
+from discod.transfer import Corrupt, ReadBlob, WriteBlob
 from discod.wire import PAGE_BYTES
 from tests.helpers.daemon import eventually
 

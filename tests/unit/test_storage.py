@@ -3,32 +3,45 @@
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from discod import scratch_file, storage
+from discod import storage
 from discod.budget import Budget
 from discod.exits import Exit, StartupError
+from discod.io import Io
 from discod.locks import Locked, lock_directory
 from discod.scratch_file import GROW_STEP_BYTES, ScratchFile, ScratchFull
 from discod.storage import Directory, ForeignFile
+from discod.syscalls import fallocate
 from discod.wire import PAGE_BYTES
 
 MIB = 1 << 20
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Directory]:
-    """The test fails when anything is left in the directory."""
+def make_directory(tmp_path: Path) -> Iterator[Callable[..., Directory]]:
+    """``make_directory(io)``; the test fails when anything is left in it."""
     path = tmp_path / "scratch"
     path.mkdir()
-    directory = Directory(path)
-    yield directory
-    directory.close()
+    with ExitStack() as ends:
+
+        def make(io: Io | None = None) -> Directory:
+            directory = Directory(path, io)
+            ends.callback(directory.close)
+            return directory
+
+        yield make
     assert os.listdir(path) == []
+
+
+@pytest.fixture
+def directory(make_directory: Callable[..., Directory]) -> Directory:
+    return make_directory()
 
 
 @pytest.fixture
@@ -137,23 +150,17 @@ class TestGrowth:
 
     @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
     def test_no_room_for_a_step(
-        self,
-        directory: Directory,
-        quota: Budget,
-        monkeypatch: pytest.MonkeyPatch,
-        code: int,
+        self, make_directory: Callable[..., Directory], quota: Budget, code: int
     ) -> None:
         """On a nearly full disk a small blob would be refused that fits; or be half reserved."""
-        real = scratch_file.fallocate
 
         def short(fd: int, offset: int, length: int) -> None:
             if offset + length > 8 * MIB:
                 os.ftruncate(fd, 12 * MIB)  # what it could do, as file systems leave it
                 raise OSError(code, os.strerror(code))
-            real(fd, offset, length)
+            fallocate(fd, offset, length)
 
-        monkeypatch.setattr(scratch_file, "fallocate", short)
-        file = directory.create(quota)
+        file = make_directory(Io(fallocate=short)).create(quota)
         grow(file, 8 * MIB)
         with pytest.raises(ScratchFull) as caught:
             grow(file, 9 * MIB)
@@ -163,30 +170,28 @@ class TestGrowth:
         file.close(discard=False)
 
     def test_a_failing_device_is_no_full_one(
-        self, directory: Directory, quota: Budget, monkeypatch: pytest.MonkeyPatch
+        self, make_directory: Callable[..., Directory], quota: Budget
     ) -> None:
         """An I/O error would be reported as a full disk, and its quota be lost."""
 
         def fail(fd: int, offset: int, length: int) -> None:
             raise OSError(errno.EIO, "injected")
 
-        monkeypatch.setattr(scratch_file, "fallocate", fail)
-        file = directory.create(quota)
+        file = make_directory(Io(fallocate=fail)).create(quota)
         with pytest.raises(OSError, match="injected"):
             grow(file, 1)
         assert quota.used_bytes == 0
         file.close(discard=False)
 
     def test_without_fallocate(
-        self, directory: Directory, quota: Budget, monkeypatch: pytest.MonkeyPatch
+        self, make_directory: Callable[..., Directory], quota: Budget
     ) -> None:
         """File systems without fallocate could not be used."""
 
         def fail(fd: int, offset: int, length: int) -> None:
             raise OSError(errno.EOPNOTSUPP, "injected")
 
-        monkeypatch.setattr(scratch_file, "fallocate", fail)
-        file = directory.create(quota)
+        file = make_directory(Io(fallocate=fail)).create(quota)
         grow(file, 5 * MIB)
         assert os.fstat(file.fd).st_size == GROW_STEP_BYTES == quota.used_bytes
         file.close(discard=False)
@@ -273,11 +278,10 @@ class TestDirectory:
 
     @pytest.mark.parametrize("tmpfile", [True, False])
     def test_resume(
-        self, directory: Directory, quota: Budget, monkeypatch: pytest.MonkeyPatch, tmpfile: bool
+        self, make_directory: Callable[..., Directory], quota: Budget, tmpfile: bool
     ) -> None:
         """After the daemon's death the data of a living client would be lost."""
-        if not tmpfile:
-            without_tmpfile(monkeypatch)
+        directory = make_directory(None if tmpfile else Io(open=without_tmpfile))
         file = directory.create(quota)
         grow(file, MIB)
         plain = os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR)
@@ -346,28 +350,23 @@ class TestDirectory:
         Directory(tmp_path).close()
         assert set(os.listdir(tmp_path)) == kept | {".discod-of-another"}
 
+    @pytest.mark.parametrize(
+        ("code", "direct"),
+        [
+            (errno.EINVAL, False),
+            # A full disk was taken for one without O_DIRECT.
+            (errno.ENOSPC, True),
+        ],
+    )
     def test_o_direct_is_probed_by_doing_it(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, make_directory: Callable[..., Directory], code: int, direct: bool
     ) -> None:
         """A file system that opens with O_DIRECT and then fails could not be used."""
-        real = os.pwritev
 
         def fail(*args: object) -> int:
-            raise OSError(errno.EINVAL, "injected")
+            raise OSError(code, "injected")
 
-        monkeypatch.setattr(storage.os, "pwritev", fail)
-        directory = Directory(tmp_path)
-        assert not directory.direct
-        directory.close()
-
-        def full(*args: object) -> int:
-            raise OSError(errno.ENOSPC, "injected")
-
-        monkeypatch.setattr(storage.os, "pwritev", full)
-        directory = Directory(tmp_path)
-        assert directory.direct, "a full disk was taken for one without O_DIRECT"
-        directory.close()
-        monkeypatch.setattr(storage.os, "pwritev", real)
+        assert make_directory(Io(pwritev=fail)).direct is direct
 
     @pytest.mark.parametrize(
         ("code", "exit_code"),
@@ -391,13 +390,8 @@ class TestDirectory:
         assert caught.value.code == exit_code
 
 
-def without_tmpfile(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_tmpfile(path: Path | str, flags: int, mode: int) -> int:
     """As on a file system without O_TMPFILE."""
-    real = os.open
-
-    def fail(path: object, flags: int, *args: int, **kwargs: int) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "injected")
-        return real(path, flags, *args, **kwargs)  # type: ignore[arg-type]  # as it came
-
-    monkeypatch.setattr(storage.os, "open", fail)
+    if flags & os.O_TMPFILE == os.O_TMPFILE:
+        raise OSError(errno.EOPNOTSUPP, "injected")
+    return os.open(path, flags, mode)

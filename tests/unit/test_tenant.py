@@ -13,11 +13,11 @@ from discod.budget import Budget
 from discod.checksum import Mode
 from discod.engine import Engine
 from discod.gpus import Gpus
+from discod.io import Io
 from discod.loop import Loop
 from discod.mapping import Mapping
 from discod.scratch_file import ScratchFile
 from discod.tenant import File, Tenant, Who
-from discod.transfer import Io
 from discod.wire.messages import Done, Failed, Ping, Reply, Write
 from tests.helpers.daemon import eventually
 from tests.helpers.raw_client import make_arena
