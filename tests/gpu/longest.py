@@ -16,7 +16,7 @@ import disco_client
 from discod.wire.sizes import format_size
 from tests.gpu.bench import Bench, Row, guarded, left_out, missing_transports, name_of, transports
 from tests.gpu.llama import Apply, Shape, Task, plain
-from tests.gpu.plot import Curve, Panel, svg
+from tests.helpers.plot import Curve, Panel, svg
 from tests.gpu.timing import seconds_of
 
 BUDGET_BYTES = 4 << 30
