@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import random
 import subprocess
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 LASTING = 2
 SAMPLE_SECONDS = 1.0
 VISIT_SECONDS = (3.0, 12.0)
-"""How long a visitor stays, at least and at most."""
+"""How long a visitor stays once it has begun, at least and at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +182,18 @@ class _Visitors:
         self._make = make
         self._outcome = outcome
         self._present: Process | None = None
-        self._until = 0.0
+        self._seconds = 0.0
+        self._until = math.inf
 
     def look(self, now: float) -> None:
         if self._present is None:
             self._present = self._make(1000 + self._outcome.visits, "visitors")
             self._outcome.visits += 1
-            self._until = now + self._rng.uniform(*VISIT_SECONDS)
-        elif now >= self._until:
+            self._seconds = self._rng.uniform(*VISIT_SECONDS)
+            self._until = math.inf
+        elif self._until == math.inf and self._present.last:
+            self._until = now + self._seconds
+        elif now >= self._until or self._present.ended:
             self.end()
 
     def end(self) -> None:
