@@ -45,8 +45,10 @@ def _groups(
 ) -> tuple[int, ...]:
     from discod.permits import UnknownGroup, group_number
 
-    names = (name.strip() for text in value for name in text.split(","))
+    names = [name.strip() for text in value for name in text.split(",")]
     try:
+        if any(names):
+            names = [name for name in names if name]
         return tuple(dict.fromkeys(map(group_number, names)))
     except UnknownGroup as error:
         raise click.BadParameter(str(error), context, option) from error

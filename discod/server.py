@@ -32,7 +32,7 @@ from discod.closer import Closer
 from discod.config import FIRST_CLIENT_SECONDS, Config, default_disk_bytes, default_ram_bytes
 from discod.descriptors import Descriptors
 from discod.engine import Engine
-from discod.exits import Exit
+from discod.exits import Exit, StartupError
 from discod.gpus import Gpus
 from discod.io_connections import IoConnections, Owner
 from discod.logs import RateLimited
@@ -117,9 +117,11 @@ class Server:
         try:
             self._router = Router(self._socket_dir.io_path)
             self._socket_dir.open_to_clients()
-        except OSError as error:
+        except (OSError, StartupError) as error:
             listener.close()
             self._socket_dir.remove_sockets()
+            if isinstance(error, StartupError):
+                raise
             raise self._socket_dir.unusable(error) from error
         for fd in self._router.fds:
             self._loop.add_reader(fd, lambda: None)  # received in every round: _more()
