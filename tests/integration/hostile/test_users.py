@@ -15,7 +15,7 @@ import pytest
 from discod.exits import Exit
 from discod.wire.fds import receive_packet
 from tests.helpers.daemon import Daemon
-from tests.helpers.raw_client import RawClient
+from tests.helpers.raw_client import MIB, RawClient, attach, make_arena
 from tests.helpers.users import as_user, python_as
 from tests.integration.conftest import privileged_or_skip
 
@@ -171,8 +171,11 @@ def test_a_service_and_its_group(start_daemon: Start, run_dir: Path) -> None:
         assert str(part) in said
     # Root may look, and is no client: its arena would be the service's to read.
     assert daemon.status()["clients"] == []
-    with pytest.raises(AssertionError, match=f"gid {GROUP}, not uid 0 "):
-        RawClient(daemon.socket_dir)
+    arena = make_arena(MIB)
+    lifeline, _, reply, _ = attach(daemon.socket_dir, MIB, [arena])
+    assert f"gid {GROUP}, not uid 0 " in reply.text
+    lifeline.close()
+    os.close(arena)
 
 
 def test_several_groups(start_daemon: Start, run_dir: Path) -> None:
