@@ -131,7 +131,10 @@ class Admission:
             )
         if len(inodes) != len(fds) - 1 or self.holds(inodes):
             raise Inadmissible("another client has its scratch files: a fault of the client")
-        if not self._ram.reserve(attach.arena_bytes):
+        if attach.resume:
+            # It has the memory already, and others may have come before it to a new daemon.
+            self._ram.reserve_over(attach.arena_bytes)
+        elif not self._ram.reserve(attach.arena_bytes):
             raise Inadmissible(self._over_budget(attach.arena_bytes, tenants))
 
     def _over_budget(self, arena_bytes: int, tenants: Iterable[Tenant]) -> str:

@@ -3,14 +3,16 @@
 The end of a client
 -------------------
 1. kernel: the client's process ends; its lifeline reads EOF, and its pidfd becomes readable even
-   if a process that it forked holds the lifeline.
+   if a process that it forked holds the lifeline. Or the client says that it detaches.
 2. here: no more answers; what is queued is cancelled (:meth:`Tenant.close`).
 3. engine: the pieces in flight end; until then they touch the arena and the files.
 4. chores: the arena is unmapped and the files are closed (:meth:`Tenant.free`).
 5. here: the memory and the quota are free for others.
 
-A client that ends has given up what it has on disk. When the daemon hangs up instead, the client
-may come back and resume: its files keep their data for as long as it holds them.
+A client that ends has given up what it has on disk. A client that lives may come back and resume,
+whoever has hung up: it does when its I/O connection breaks, or when it has not had the answer to an
+attach in time that was decided in its favour. So the files keep their data for as long as it holds
+them, unless its process has ended or it has said that it detaches.
 """
 
 import errno
@@ -21,14 +23,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from discod.admission import Admission, Admitted, close_fds, inode
+from discod.admission import Admission, Admitted, Inode, close_fds, inode
 from discod.attach import Handshake, Peer
 from discod.chores import Chores
 from discod.logs import RateLimited
 from discod.loop import Loop
 from discod.tenant import Tenant, Who
-from discod.wire.fds import send_message
-from discod.wire.messages import IDENTITY_BYTES, Attach, Attached, Welcome
+from discod.wire.codec import WireError
+from discod.wire.fds import receive_message, send_message
+from discod.wire.messages import IDENTITY_BYTES, Attach, Attached, Detach, Welcome
 from discod.wire.sizes import format_size
 
 MAX_HANDSHAKES = 256
@@ -36,6 +39,9 @@ MAX_HANDSHAKES = 256
 
 ACCEPT_PAUSE_SECONDS = 0.5
 """At most, after running out of fds: the listener would wake the loop without end."""
+
+ENDING_SECONDS = 0.1
+"""The kernel closes the fds of a process that ends some microseconds before it says that it has."""
 
 _log = logging.getLogger(__name__)
 _pauses = RateLimited(_log)
@@ -85,7 +91,9 @@ class Clients:
         self._make_tenant = make_tenant
         self._changed = changed
         self._handshakes: set[Handshake] = set()
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[tuple[Handshake, Attach, list[int]]] = []
+        self._admitting: dict[Handshake, set[Inode]] = {}
+        """Whose admission is not decided yet, or is being undone; and their scratch files."""
         self._clients: dict[bytes, Client] = {}
         self._accepting = True
         self._paused = False
@@ -112,10 +120,12 @@ class Clients:
     def attach(self, handshake: Handshake, attach: Attach, fds: list[int]) -> None:
         """A client asks to be let in (:class:`discod.attach.Host`)."""
         inodes = {inode(fd) for fd in fds[1:]}
-        leaving = (tenant for tenant in self.tenants if tenant.closing)
-        if any(file.scratch.inode in inodes for tenant in leaving for file in tenant.files):
-            # We hung up on it, and it is back before its I/O in flight has ended.
-            self._waiting.append(partial(self._admit, handshake, attach, fds))
+        leaving = {f.scratch.inode for t in self.tenants if t.closing for f in t.files}
+        for earlier, its_inodes in self._admitting.items():
+            leaving |= set() if earlier.open else its_inodes
+        if inodes & leaving:
+            # It is back before its I/O in flight has ended, or before it was let in.
+            self._waiting.append((handshake, attach, fds))
         else:
             self._admit(handshake, attach, fds)
 
@@ -180,6 +190,7 @@ class Clients:
 
     def _admit(self, handshake: Handshake, attach: Attach, fds: list[int]) -> None:
         if handshake.open:
+            self._admitting[handshake] = {inode(fd) for fd in fds[1:]}
             decided = partial(self._decided, handshake, attach)
             self._admission.admit(attach, fds, self.tenants, decided)
         else:
@@ -188,11 +199,23 @@ class Clients:
     def _decided(self, handshake: Handshake, attach: Attach, outcome: Admitted | Exception) -> None:
         if isinstance(outcome, Exception):
             handshake.refuse(f"not attached: {outcome}")
+            self._admitted(handshake)
         elif handshake.open:
             self._let_in(handshake, attach, outcome)
+            self._admitted(handshake)
         else:
             released = partial(self._admission.released, attach.arena_bytes, outcome.files)
-            self._chores.submit(outcome.free, lambda _: released())
+
+            def freed(_: Exception | None) -> None:
+                released()
+                self._admitted(handshake)
+
+            self._chores.submit(outcome.free, freed)
+
+    def _admitted(self, handshake: Handshake) -> None:
+        """It is decided, and what was opened for nobody is closed."""
+        del self._admitting[handshake]
+        self._attach_waiting()
 
     def _let_in(self, handshake: Handshake, attach: Attach, admitted: Admitted) -> None:
         lifeline, peer = handshake.accept()
@@ -215,21 +238,22 @@ class Clients:
         try:
             send_message(lifeline, Attached(identity), admitted.path_fds)
         except OSError as error:
-            self._close(client, f"it did not await the answer: {error}", gone=True)
+            self._close(client, f"it did not await the answer: {error}", gone=False)
         close_fds(admitted.path_fds)
         self._changed()
 
     def _lifeline_readable(self, client: Client) -> None:
         try:
-            said = client.lifeline.recv(1)
+            _, fds = receive_message(client.lifeline, Detach)
+            close_fds(fds)
         except BlockingIOError:
             return
-        except OSError:
-            said = b""
-        if said:
+        except WireError:
             self._close(client, "it spoke on its lifeline, against the protocol", gone=False)
+        except OSError:
+            self._close(client, "it hung up", gone=False)
         else:
-            self._close(client, "it hung up", gone=True)
+            self._close(client, "it detached", gone=True)
 
     def _close(self, client: Client, reason: str, *, gone: bool) -> None:
         if client.tenant.closing:
@@ -238,17 +262,30 @@ class Clients:
         if client.peer.pidfd is not None:
             self._loop.remove_reader(client.peer.pidfd)
         client.lifeline.close()
-        client.peer.close()
         client.tenant.close(partial(self._quiet, client, reason, gone=gone))
 
     def _quiet(self, client: Client, reason: str, *, gone: bool) -> None:
         """Nothing of the client runs any more."""
-        self._chores.submit(
-            partial(client.tenant.free, discard=gone), partial(self._freed, client, reason)
-        )
+        pidfd = client.peer.pidfd
+        if gone or pidfd is None:
+            self._free(client, reason, discard=gone)
+            return
+
+        def decide(*, ended: bool) -> None:
+            timer.cancel()
+            self._loop.remove_reader(pidfd)
+            self._free(client, reason, discard=ended)
+
+        timer = self._loop.call_later(ENDING_SECONDS, partial(decide, ended=False))
+        self._loop.add_reader(pidfd, partial(decide, ended=True))
+
+    def _free(self, client: Client, reason: str, *, discard: bool) -> None:
+        free = partial(client.tenant.free, discard=discard)
+        self._chores.submit(free, partial(self._freed, client, reason))
 
     def _freed(self, client: Client, reason: str, outcome: Exception | None) -> None:
         tenant = client.tenant
+        client.peer.close()
         if outcome is not None:
             _log.error("%s: not all of it could be freed: %s", tenant.who, outcome)
         self._admission.released(tenant.arena_bytes, tenant.files)
@@ -260,7 +297,10 @@ class Clients:
             format_size(tenant.written_bytes),
             format_size(tenant.read_bytes),
         )
-        waiting, self._waiting = self._waiting, []
-        for attach in waiting:
-            attach()
+        self._attach_waiting()
         self._changed()
+
+    def _attach_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for handshake, attach, fds in waiting:
+            self.attach(handshake, attach, fds)
