@@ -144,16 +144,18 @@ class Admission:
         if admitted.lot is not None:
             self.parking.remove(admitted.lot)
 
-    def not_let_in(self, admitted: Admitted) -> None:
-        """What was admitted is a tenant's no more, or never was: free it, and tell."""
-        self._chores.submit(admitted.free, lambda _: self._not_let_in(admitted))
+    def not_let_in(self, admitted: Admitted, freed: Callable[[], None]) -> None:
+        """What was admitted is nobody's: free it, and call ``freed`` then."""
 
-    def _not_let_in(self, admitted: Admitted) -> None:
-        if admitted.lot is None:
-            self.released(admitted.mapping.size_bytes, admitted.files)
-        else:
-            self.released(admitted.mapping.size_bytes, ())
-            self.parking.take_back(admitted.lot)
+        def undone(_: object) -> None:
+            if admitted.lot is None:
+                self.released(admitted.mapping.size_bytes, admitted.files)
+            else:
+                self.released(admitted.mapping.size_bytes, ())
+                self.parking.take_back(admitted.lot)
+            freed()
+
+        self._chores.submit(admitted.free, undone)
 
     def released(self, arena_bytes: int, files: Sequence[File]) -> None:
         """What was admitted has been freed."""
@@ -177,12 +179,15 @@ class Admission:
                 f"it has {len(inodes)} scratch files, and this daemon has fewer directories; start "
                 "it with every --scratch that the one before it had"
             )
-        if lot is not None and lot.uid != uid:
-            raise Inadmissible(f"its scratch files are those of a client of uid {lot.uid}")
+        if lot is not None and lot.owner[1] != uid:
+            raise Inadmissible(f"its scratch files are those of a client of uid {lot.owner[1]}")
         taken = lot is None and not self._held.isdisjoint(inodes)
         if len(inodes) != len(fds) - 1 or taken:
             raise Inadmissible("another client has its scratch files: a fault of the client")
-        if not self._ram.reserve(attach.arena_bytes):
+        if attach.resume:
+            # It has the memory already, and others may have come before it to a new daemon.
+            self._ram.reserve_over(attach.arena_bytes)
+        elif not self._ram.reserve(attach.arena_bytes):
             raise Inadmissible(self._over_budget(attach.arena_bytes, tenants))
 
     def _over_budget(self, arena_bytes: int, tenants: Iterable[Tenant]) -> str:

@@ -3,16 +3,17 @@
 The end of a client
 -------------------
 1. kernel: the client's process ends; its lifeline reads EOF, and its pidfd becomes readable even
-   if a process that it forked holds the lifeline.
+   if a process that it forked holds the lifeline. Or the client says that it detaches.
 2. here: no more answers; what is queued is cancelled (:meth:`Tenant.close`).
 3. engine: the pieces in flight end; until then they touch the arena and the files.
 4. chores: the arena is unmapped and the files are closed (:meth:`Tenant.free`).
 5. here: the memory and the quota are free for others.
 
-What becomes of its files (:class:`End`): A client that ends has given up what it has on disk, and
-one that breaks the protocol loses it: the files are emptied at once, even if somebody still has fds
-of them. When the connection is lost without anybody's fault, the client will come back and resume,
-and its files are parked until then (:mod:`discod.parking`).
+What becomes of its files (:class:`End`): A client whose process has ended, or that says that it
+detaches, has given up what it has on disk, and one that breaks the protocol loses it: the files are
+emptied at once, even if somebody still has fds of them. Any other may come back and resume, whoever
+has hung up: it does when its I/O connection breaks, or when it has not had the answer to an attach
+in time that was decided in its favour. Its files are parked until then (:mod:`discod.parking`).
 """
 
 import errno
@@ -32,10 +33,12 @@ from discod.closer import Closer
 from discod.io_connections import Owner
 from discod.logs import RateLimited
 from discod.loop import Loop
+from discod.parking import Inode
 from discod.permits import Permits
 from discod.tenant import Tenant, Who
-from discod.wire.fds import close_all, send_message
-from discod.wire.messages import IDENTITY_BYTES, Attach, Attached, Welcome
+from discod.wire.codec import WireError
+from discod.wire.fds import close_all, receive_alone, send_message
+from discod.wire.messages import IDENTITY_BYTES, Attach, Attached, Detach, Welcome
 from discod.wire.sizes import format_size
 
 ACCEPTS_PER_ROUND = 64
@@ -128,7 +131,9 @@ class Clients:
         self._make_tenant = make_tenant
         self._changed = changed
         self._handshakes: dict[Handshake, None] = {}  # in the order in which they came
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[tuple[Handshake, Attach, list[int]]] = []
+        self._admitting: dict[Handshake, set[Inode]] = {}
+        """Whose admission is not decided yet, or is being undone; and their scratch files."""
         self._clients: dict[bytes, Client] = {}
         self._accepting = True
         self._paused = False
@@ -175,10 +180,12 @@ class Clients:
             self.closer.close(fds, handshake.peer.uid)
             handshake.refuse(f"not attached: {error}")
             return
-        leaving = (tenant for tenant in self.tenants if tenant.closing)
-        if any(file.scratch.inode in inodes for tenant in leaving for file in tenant.files):
-            # We hung up on it, and it is back before its I/O in flight has ended.
-            self._waiting.append(partial(self._admit, handshake, attach, fds))
+        leaving = {f.scratch.inode for t in self.tenants if t.closing for f in t.files}
+        for earlier, its_inodes in self._admitting.items():
+            leaving |= set() if earlier.open else its_inodes
+        if inodes & leaving:
+            # It is back before its I/O in flight has ended, or before it was let in.
+            self._waiting.append((handshake, attach, fds))
         else:
             self._admit(handshake, attach, fds)
 
@@ -257,6 +264,7 @@ class Clients:
 
     def _admit(self, handshake: Handshake, attach: Attach, fds: list[int]) -> None:
         if handshake.open:
+            self._admitting[handshake] = inodes_of(attach, fds)
             decided = partial(self._decided, handshake, attach)
             self._admission.admit(attach, fds, handshake.peer.uid, self.tenants, decided)
         else:
@@ -265,11 +273,18 @@ class Clients:
     def _decided(self, handshake: Handshake, attach: Attach, outcome: Admitted | Exception) -> None:
         if isinstance(outcome, Exception):
             handshake.refuse(f"not attached: {outcome}")
+            self._admitted(handshake)
         elif handshake.open:
             self._admission.let_in(outcome)
             self._let_in(handshake, attach, outcome)
+            self._admitted(handshake)
         else:
-            self._admission.not_let_in(outcome)
+            self._admission.not_let_in(outcome, partial(self._admitted, handshake))
+
+    def _admitted(self, handshake: Handshake) -> None:
+        """It is decided, and what was opened for nobody is closed."""
+        del self._admitting[handshake]
+        self._attach_waiting()
 
     def _let_in(self, handshake: Handshake, attach: Attach, admitted: Admitted) -> None:
         lifeline, peer = handshake.accept()
@@ -298,20 +313,21 @@ class Clients:
 
     def _lifeline_readable(self, client: Client) -> None:
         try:
-            said = client.lifeline.recv(1)
+            receive_alone(client.lifeline, Detach)
         except BlockingIOError:
             return
-        except OSError:
-            said = b""
-        if said:
+        except WireError:
             self._close(client, "it spoke on its lifeline, against the protocol", End.BREACH)
-        else:
+        except OSError:
             self._hung_up(client, "it hung up")
+        else:
+            self._close(client, "it detached", End.GONE)
 
     def _hung_up(self, client: Client, reason: str) -> None:
-        # One that resumes gives up waiting for our answer after a moment, and then tries again.
-        tries_again = client.resumed and client.io_fd is None
-        self._close(client, reason, End.LOST if tries_again else End.GONE)
+        # Where nothing else tells of a process's end, this does: it comes back only after it has
+        # given up waiting for our answer, which one that resumes does after a moment.
+        lives = client.peer.pidfd is not None or (client.resumed and client.io_fd is None)
+        self._close(client, reason, End.LOST if lives else End.GONE)
 
     def _close(self, client: Client, reason: str, end: End) -> None:
         if client.tenant.closing:
@@ -320,8 +336,6 @@ class Clients:
         if client.peer.pidfd is not None:
             self._loop.remove_reader(client.peer.pidfd)
         client.lifeline.close()
-        if end is not End.LOST:
-            client.peer.close()
         client.tenant.close(partial(self._quiet, client, reason, end))
         self._left(client.owner)
 
@@ -332,11 +346,12 @@ class Clients:
 
     def _freed(self, client: Client, reason: str, end: End, outcome: Exception | None) -> None:
         tenant = client.tenant
+        client.peer.close()
         if outcome is not None:
             _log.error("%s: not all of it could be freed: %s", tenant.who, outcome)
         if end is End.LOST:
             self._admission.released(tenant.arena_bytes, ())
-            self._admission.parking.add(tenant.files, client.peer.uid, client.peer.give_pidfd())
+            self._admission.parking.add(tenant.files, client.owner, client.peer.give_pidfd())
         else:
             self._admission.released(tenant.arena_bytes, tenant.files)
         del self._clients[client.identity]
@@ -347,10 +362,13 @@ class Clients:
             format_size(tenant.written_bytes),
             format_size(tenant.read_bytes),
         )
-        waiting, self._waiting = self._waiting, []
-        for attach in waiting:
-            attach()
+        self._attach_waiting()
         self._changed()
+
+    def _attach_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for handshake, attach, fds in waiting:
+            self.attach(handshake, attach, fds)
 
 
 def _owner(handshake: Handshake) -> Owner:

@@ -22,7 +22,13 @@ from discod.tenant import File
 WAIT_SECONDS = 600.0
 """Ten times as long as a client waits for a daemon by default."""
 
+MOST_LOTS = 64
+"""Of a process, whose oldest one is emptied then. An honest one has a lot or two: it has an attachment,
+and comes back; more would be of one that attaches and hangs up again and again."""
+
 Inode = tuple[int, int]
+Owner = tuple[int, int]
+"""A client's pid and uid."""
 
 _log = logging.getLogger(__name__)
 
@@ -30,9 +36,9 @@ _log = logging.getLogger(__name__)
 class Lot:
     """The files of one client, and who it is."""
 
-    def __init__(self, files: Sequence[File], uid: int, pidfd: int | None) -> None:
+    def __init__(self, files: Sequence[File], owner: Owner, pidfd: int | None) -> None:
         self.files = {file.scratch.inode: file for file in files}
-        self.uid = uid
+        self.owner = owner
         self.pidfd = pidfd
         self.timer: Timer | None = None
         self.lent = False
@@ -56,9 +62,12 @@ class Parking:
         self._released = released
         self._lots: list[Lot] = []
 
-    def add(self, files: Sequence[File], uid: int, pidfd: int | None) -> None:
+    def add(self, files: Sequence[File], owner: Owner, pidfd: int | None) -> None:
         """Keep a client's files. ``pidfd``, from now on the lot's, tells of its end."""
-        lot = Lot(files, uid, pidfd)
+        lot = Lot(files, owner, pidfd)
+        others = [other for other in self._lots if other.owner == owner and not other.lent]
+        if len(others) >= MOST_LOTS:
+            self._ended(others[0])
         self._lots.append(lot)
         ended = partial(self._ended, lot)
         if pidfd is None:

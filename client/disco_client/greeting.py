@@ -93,6 +93,9 @@ class Greeting:
         except (OSError, WireError) as error:
             self._lifeline.close()
             raise self._silent(error) from error
+        except BaseException:
+            self._lifeline.close()
+            raise
         if isinstance(reply, Refused):
             self._lifeline.close()
             raise AttachRefused(reply.text)

@@ -49,9 +49,8 @@ def receive_message(
     Args:
         connection: Where it comes from.
         expected: What it may be.
-        close: Closes the fds of a packet that is no use. Where the peer is not to be trusted it
-        must
-            not wait for the close: the file system of a foreign fd may never answer.
+        close: Closes the fds of a packet that is no use. Of a peer that is not to be trusted, it
+            must not wait for that: the file system of a foreign fd may never answer.
 
     Raises:
         ConnectionResetError: The peer closed the connection.

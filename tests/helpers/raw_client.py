@@ -16,6 +16,7 @@ from discod.wire.fds import receive_message, send_message
 from discod.wire.messages import (
     Attach,
     Attached,
+    Detach,
     Done,
     Failed,
     Hello,
@@ -164,6 +165,11 @@ class RawClient:
         """Hang up, keeping the arena and the files."""
         self.dealer.close(linger=0)
         self.lifeline.close()
+
+    def leave(self) -> None:
+        """Say that it will not come back, and close everything."""
+        send_message(self.lifeline, Detach())
+        self.close()
 
     def close(self) -> None:
         """Hang up and close everything; idempotent."""

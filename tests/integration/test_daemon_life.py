@@ -15,7 +15,8 @@ import pytest
 
 from discod.exits import Exit
 from discod.server import DRAIN_SECONDS
-from discod.wire.messages import Done, Ping, Read, Refused, Reply, Write
+from discod.wire.fds import send_message
+from discod.wire.messages import Attach, Done, Ping, Read, Refused, Reply, Write
 from discod.wire.paths import ATTACH_SOCKET, IO_SOCKET
 from tests.helpers.daemon import Daemon, eventually, shm_entries
 from tests.helpers.raw_client import MIB, RawClient, attach, greet, make_arena
@@ -93,11 +94,11 @@ class TestClients:
     def test_disk_space_comes_back_though_a_child_holds_the_file(
         self, daemon: Daemon, raw_client: Connect
     ) -> None:
-        """Dataloader workers that outlive the trainer would hold its disk space."""
+        """Dataloader workers that outlive the trainer's attachment would hold its disk space."""
         client = raw_client(daemon)
         assert isinstance(client.write(0, 0, 8 * MIB), Done)
         held = os.dup(client.files[0])
-        client.close()
+        client.leave()
         eventually(lambda: not daemon.status()["clients"])
         eventually(lambda: os.fstat(held).st_blocks == 0)
         os.close(held)
@@ -115,6 +116,36 @@ class TestClients:
         client.attach(daemon.socket_dir)
         assert client.read(0, 0, MIB, token).kind == "io"
         assert isinstance(client.write(0, 0, MIB), Done)
+
+    def test_hangs_up_and_comes_back(self, daemon: Daemon, raw_client: Connect) -> None:
+        """A client that had lost its I/O connection alone would find its file emptied."""
+        client = raw_client(daemon)
+        client.arena[:MIB] = data = os.urandom(MIB)
+        token = client.write(0, 0, MIB).checksum
+        client.detach()
+        client.attach(daemon.socket_dir)
+        client.arena[:MIB] = bytes(MIB)
+        assert isinstance(client.read(0, 0, MIB, token), Done)
+        assert client.arena[:MIB] == data
+
+    def test_gives_up_an_attach_and_tries_again(self, daemon: Daemon, raw_client: Connect) -> None:
+        """On a busy node the answer comes too late: the file would be emptied, or be said to be
+        another client's, and the training end."""
+        client = raw_client(daemon)
+        client.arena[:MIB] = data = os.urandom(MIB)
+        token = client.write(0, 0, MIB).checksum
+        client.detach()
+        whole = Attach(client.arena_bytes, -1, "test", True)
+        for _ in range(20):
+            lifeline, _ = greet(daemon.socket_dir)
+            send_message(lifeline, whole, [client.arena_fd, *client.files])
+            lifeline.close()
+        client.attach(daemon.socket_dir)
+        client.arena[:MIB] = bytes(MIB)
+        assert isinstance(client.read(0, 0, MIB, token), Done)
+        assert client.arena[:MIB] == data
+        eventually(lambda: len(daemon.status()["clients"]) == 1)
+        assert daemon.status()["ram_used_bytes"] == client.arena_bytes
 
     def test_lost_its_io_connection(self, daemon: Daemon, raw_client: Connect) -> None:
         """A client whose answers cannot be delivered would wait for them for ever."""
@@ -192,6 +223,28 @@ class TestResume:
         assert client.write(1 << 40, 0, 4096).kind == "disk-full"
         client.close()
         eventually(lambda: second.status()["disk_used_bytes"] == 0)
+
+    def test_when_others_have_taken_the_memory(
+        self, start_daemon: Start, raw_client: Connect
+    ) -> None:
+        """A restart between two jobs would end the first one: it has its memory all along."""
+        first = start_daemon("--ram", "32MiB")
+        client = raw_client(first, 16 * MIB)
+        first.kill()
+        second = start_daemon("--ram", "32MiB")
+        others = [raw_client(second, 16 * MIB) for _ in range(2)]
+        client.detach()
+        client.attach(second.socket_dir)
+        assert isinstance(client.ask(Ping), Done)
+        assert second.status()["ram_used_bytes"] == 48 * MIB
+        lifeline, _, reply, _ = attach(second.socket_dir, MIB, [fd := make_arena(MIB)])
+        lifeline.close()
+        os.close(fd)
+        assert isinstance(reply, Refused), "what is over the budget must count"
+        client.leave()
+        for other in others:
+            other.leave()
+        eventually(lambda: second.status()["ram_used_bytes"] == 0)
 
     def test_with_several_directories_in_another_order(
         self, start_daemon: Start, raw_client: Connect, tmp_path: Path

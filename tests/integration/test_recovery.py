@@ -1,7 +1,9 @@
 """Daemons and trainers that die in the middle of a step: nothing is lost, nothing is left."""
 
+import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -113,6 +115,34 @@ def test_requests_sent_while_nobody_had_noticed(
     for handle, tensor in zip(handles, tensors, strict=True):
         manager.wait_for_save(handle, 10)
         assert torch.equal(manager.load_tensor(handle), tensor)
+
+
+def sever_io(daemon: Any) -> int:
+    """Break this process's I/O connections to the daemon, and nothing else; how many."""
+    broken = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+            if one.getpeername() == str(daemon.socket_dir / "io.sock"):
+                one.shutdown(socket.SHUT_RDWR)
+                broken += 1
+    return broken
+
+
+def test_io_connection_breaks_alone(daemon: Any, attach: Attach) -> None:
+    """ZeroMQ connects again without what was in it: the trainer would wait for ever."""
+    attach(arena="4MiB", min_bytes="4KiB")
+    manager = disco_client.DiskOffloadManager()
+    tensors = [torch.full((1 << 18,), float(i)) for i in range(12)]
+    handles = [manager.save_tensor(tensor) for tensor in tensors]
+    for handle, tensor in zip(handles, tensors, strict=True):
+        os.kill(daemon.pid, signal.SIGSTOP)  # so that requests and answers are under way
+        manager.trigger_prefetch()
+        eventually(lambda: sever_io(daemon))
+        os.kill(daemon.pid, signal.SIGCONT)
+        began = time.monotonic()
+        assert torch.equal(manager.load_tensor(handle), tensor)
+        assert time.monotonic() - began < 5
+    assert len(daemon.status()["clients"]) == 1
 
 
 def test_daemon_that_does_not_come_back(daemon: Any, attach: Attach) -> None:
