@@ -166,6 +166,7 @@ class Handshake:
                 self.drop()
             elif self._greeted:
                 if self._host.closer.overdue(self.peer.uid):
+                    self._connection.recv(1)  # the kernel drops its fds
                     self.refuse(
                         f"fds that uid {self.peer.uid} sent before do not close, because their "
                         "file system does not answer; end what hangs there and try again"

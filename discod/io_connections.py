@@ -7,11 +7,10 @@ libzmq 4.3.5 aborts the process when accept(2) on a unix socket fails with EMFIL
 looked at here, at once, and those without an attached client behind them are shut down (not closed:
 the fd is libzmq's, which sees the end of its peer and closes it).
 
-Why it holds: libzmq tells of each connection that it accepts through a queue of about 1,000 events,
+Why it holds: libzmq tells of each connection that it accepts through a queue of some 1,000 events,
 and its thread waits while that queue is full. So it is never more than these ahead of the loop,
-which empties the queue in each of its rounds. Where an eighth of the fd limit is more than that
-(limits from 8,192 on), no flood of connections can use up the fds; below, the loop would have to
-stand still for some milliseconds in the midst of one.
+which empties the queue in each of its rounds, and so many fds are kept free
+(:mod:`discod.descriptors`).
 
 ZeroMQ itself is known to :mod:`discod.router` alone.
 """
@@ -29,9 +28,6 @@ from discod.logs import RateLimited
 SPARE = 4
 """Connections of a process beyond two for each client: of one that is just coming back."""
 
-MOST_SHARE = 4
-"""At most one in so many of the fds allowed is a connection to the I/O socket."""
-
 _warnings = RateLimited(logging.getLogger(__name__))
 
 Owner = tuple[int, int]
@@ -43,12 +39,12 @@ class IoConnections:
 
     Args:
         clients: How many clients are attached that are this process's.
-        fd_limit: The process's limit on fds.
+        most: Connections of all processes.
     """
 
-    def __init__(self, clients: Callable[[Owner], int], fd_limit: int) -> None:
+    def __init__(self, clients: Callable[[Owner], int], most: int) -> None:
         self._clients = clients
-        self._most = fd_limit // MOST_SHARE
+        self._most = most
         self._owners: dict[int, Owner] = {}
         self._counts: Counter[Owner] = Counter()
 

@@ -68,7 +68,11 @@ class Router:
         self._socket.set(zmq.HANDSHAKE_IVL, SILENT_MILLISECONDS)
         # libzmq drops a connection for a larger message, without a word.
         self._socket.set(zmq.MAXMSGSIZE, 2 * MAX_REQUEST_BYTES)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        events = f"inproc://connections-{id(self)}"
+        self._socket.monitor(events, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._monitor = self._context.socket(zmq.PAIR)
+        self._monitor.set(zmq.RCVHWM, 1)  # added to the 1,000 that libzmq has on its side
+        self._monitor.connect(events)
         umask = os.umask(0o177)
         try:
             self._socket.bind(f"ipc://{path}")

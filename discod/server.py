@@ -30,7 +30,7 @@ from discod.chores import Chores
 from discod.clients import Clients, End
 from discod.closer import Closer
 from discod.config import FIRST_CLIENT_SECONDS, Config, default_disk_bytes, default_ram_bytes
-from discod.descriptors import Descriptors
+from discod.descriptors import LEAST_LIMIT, Descriptors
 from discod.engine import Engine
 from discod.exits import Exit, StartupError
 from discod.gpus import Gpus
@@ -92,6 +92,7 @@ class Server:
     def __init__(self, config: Config) -> None:
         self._config = config
         descriptors = Descriptors(_raise_fd_limit())
+        _check_fd_limit(descriptors, config)
         self._socket_dir = SocketDir(config.socket_dir, config.allow_gids)
         io = faults.from_environment()
         directories = [Directory(path, io) for path in config.scratch]
@@ -126,7 +127,7 @@ class Server:
             raise self._socket_dir.unusable(error) from error
         for fd in self._router.fds:
             self._loop.add_reader(fd, lambda: None)  # received in every round: _more()
-        self._io_connections = IoConnections(self._clients_of, descriptors.limit)
+        self._io_connections = IoConnections(self._clients_of, descriptors.most_io_connections)
         closer = Closer()
         self._clients = Clients(
             self._loop,
@@ -322,6 +323,19 @@ def _raise_fd_limit() -> int:
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def _check_fd_limit(descriptors: Descriptors, config: Config) -> None:
+    """A limit that is too low is a danger from other users alone: our own could do worse."""
+    if descriptors.enough:
+        return
+    text = (
+        f"at most {descriptors.limit} fds are allowed: from {LEAST_LIMIT} on no number of "
+        "connections can end the daemon; raise the hard limit (ulimit -Hn, LimitNOFILE=)"
+    )
+    if config.allow_gids:
+        raise StartupError(Exit.USAGE, f"{text}; not started with --allow-group")
+    _log.warning("%s", text)
 
 
 _REQUESTS = (

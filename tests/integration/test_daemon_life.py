@@ -183,7 +183,7 @@ class TestClients:
 class TestFds:
     def test_none_left(self, start_daemon: Start, raw_client: Connect, socket_dir: Path) -> None:
         """Out of fds the daemon would die, spin, or never accept anybody again."""
-        daemon = start_daemon(prefix=["prlimit", "--nofile=64:64"])
+        daemon = start_daemon(prefix=["prlimit", "--nofile=128:128"])
         client = raw_client(daemon)
         assert isinstance(client.ask(Ping), Done)
         crowd = []
