@@ -95,6 +95,8 @@ class Clients:
         self._admitting: dict[Handshake, set[Inode]] = {}
         """Whose admission is not decided yet, or is being undone; and their scratch files."""
         self._clients: dict[bytes, Client] = {}
+        self._undecided: dict[bytes, Callable[[], None]] = {}
+        """Who has hung up and may have ended; called when it turns out to be alive."""
         self._accepting = True
         self._paused = False
         loop.add_reader(listener.fileno(), self._accept)
@@ -126,6 +128,10 @@ class Clients:
         if inodes & leaving:
             # It is back before its I/O in flight has ended, or before it was let in.
             self._waiting.append((handshake, attach, fds))
+            for identity, lives_on in list(self._undecided.items()):
+                files = self._clients[identity].tenant.files
+                if any(file.scratch.inode in inodes for file in files):
+                    lives_on()
         else:
             self._admit(handshake, attach, fds)
 
@@ -273,9 +279,11 @@ class Clients:
 
         def decide(*, ended: bool) -> None:
             timer.cancel()
+            del self._undecided[client.identity]
             self._loop.remove_reader(pidfd)
             self._free(client, reason, discard=ended)
 
+        self._undecided[client.identity] = partial(decide, ended=False)
         timer = self._loop.call_later(ENDING_SECONDS, partial(decide, ended=False))
         self._loop.add_reader(pidfd, partial(decide, ended=True))
 
