@@ -346,7 +346,6 @@ class Clients:
 
     def _freed(self, client: Client, reason: str, end: End, outcome: Exception | None) -> None:
         tenant = client.tenant
-        client.peer.close()
         if outcome is not None:
             _log.error("%s: not all of it could be freed: %s", tenant.who, outcome)
         if end is End.LOST:
@@ -354,6 +353,7 @@ class Clients:
             self._admission.parking.add(tenant.files, client.owner, client.peer.give_pidfd())
         else:
             self._admission.released(tenant.arena_bytes, tenant.files)
+        client.peer.close()
         del self._clients[client.identity]
         _log.info(
             "%s detached (%s): %s written, %s read",

@@ -51,6 +51,9 @@ class IoConnection:
             self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._dealer.connect(f"ipc://{path}")
             self.fds: tuple[int, int] = self._dealer.FD, self._monitor.FD
+            # The fds tell only of what comes after somebody has looked and found nothing.
+            for one in (self._dealer, self._monitor):
+                one.getsockopt(_EVENTS)
             failed.pop_all()
 
     @property

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -121,6 +122,9 @@ def sever_io(daemon: Any) -> int:
     """Break this process's I/O connections to the daemon, and nothing else; how many."""
     broken = 0
     for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
             if one.getpeername() == str(daemon.socket_dir / "io.sock"):
                 one.shutdown(socket.SHUT_RDWR)
@@ -134,15 +138,18 @@ def test_io_connection_breaks_alone(daemon: Any, attach: Attach) -> None:
     manager = disco_client.DiskOffloadManager()
     tensors = [torch.full((1 << 18,), float(i)) for i in range(12)]
     handles = [manager.save_tensor(tensor) for tensor in tensors]
-    for handle, tensor in zip(handles, tensors, strict=True):
-        os.kill(daemon.pid, signal.SIGSTOP)  # so that requests and answers are under way
+    os.kill(daemon.pid, signal.SIGSTOP)  # so that requests are under way
+    try:
         manager.trigger_prefetch()
-        eventually(lambda: sever_io(daemon))
+        assert sever_io(daemon) == 1
+    finally:
         os.kill(daemon.pid, signal.SIGCONT)
-        began = time.monotonic()
+    began = time.monotonic()
+    for handle, tensor in zip(handles, tensors, strict=True):
         assert torch.equal(manager.load_tensor(handle), tensor)
-        assert time.monotonic() - began < 5
-    assert len(daemon.status()["clients"]) == 1
+        sever_io(daemon)
+    assert time.monotonic() - began < 5
+    eventually(lambda: len(daemon.status()["clients"]) == 1)
 
 
 def test_daemon_that_does_not_come_back(daemon: Any, attach: Attach) -> None:
