@@ -324,9 +324,15 @@ class Clients:
             self._close(client, "it detached", End.GONE)
 
     def _hung_up(self, client: Client, reason: str) -> None:
-        # Where nothing else tells of a process's end, this does: it comes back only after it has
-        # given up waiting for our answer, which one that resumes does after a moment.
-        lives = client.peer.pidfd is not None or (client.resumed and client.io_fd is None)
+        """Its end of the lifeline is closed, and it has not said that it is leaving."""
+        used = client.io_fd is not None
+        if client.peer.pidfd is not None:
+            # If its process has ended, that is seen at once; and what was never used has nothing.
+            lives = used or client.resumed
+        else:
+            # Nothing else tells of a process's end. Only one that resumes gives up waiting for our
+            # answer after a moment, and then tries again.
+            lives = client.resumed and not used
         self._close(client, reason, End.LOST if lives else End.GONE)
 
     def _close(self, client: Client, reason: str, end: End) -> None:

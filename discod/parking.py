@@ -23,8 +23,8 @@ WAIT_SECONDS = 600.0
 """Ten times as long as a client waits for a daemon by default."""
 
 MOST_LOTS = 64
-"""Of a process, whose oldest one is emptied then. An honest one has a lot or two: it has an attachment,
-and comes back; more would be of one that attaches and hangs up again and again."""
+"""Of a process, whose oldest one is emptied then. An honest one has a lot or two: it has one
+attachment, and comes back; so many are of one that attaches and hangs up again and again."""
 
 Inode = tuple[int, int]
 Owner = tuple[int, int]

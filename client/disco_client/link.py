@@ -190,6 +190,10 @@ class Link:
 
     def close(self) -> None:
         """Detach for good: the daemon frees everything of this client."""
+        if self.lost:
+            # One that is still there keeps the files until it hears of us, or this process ends.
+            with contextlib.suppress(DaemonError, OSError):
+                self._open(Greeting(self.socket_dir, BRIEF_SECONDS))
         if not self.lost:
             with contextlib.suppress(OSError):  # it is gone, and so is what it had
                 send_message(self._lifeline, Detach())

@@ -1,5 +1,6 @@
 """The wire protocol by hand: a client without any of ``disco_client``, for tests of the daemon."""
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -166,15 +167,12 @@ class RawClient:
         self.dealer.close(linger=0)
         self.lifeline.close()
 
-    def leave(self) -> None:
-        """Say that it will not come back, and close everything."""
-        send_message(self.lifeline, Detach())
-        self.close()
-
     def close(self) -> None:
-        """Hang up and close everything; idempotent."""
+        """Say that it will not come back, and close everything; idempotent."""
         if self.arena.closed:
             return
+        with contextlib.suppress(OSError):  # the daemon has gone, or was hung up on
+            send_message(self.lifeline, Detach())
         self.detach()
         self.context.destroy(linger=0)
         self.arena.close()

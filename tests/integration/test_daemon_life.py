@@ -79,6 +79,7 @@ class TestClients:
         began = time.monotonic()
         try:
             eventually(lambda: len(daemon.status()["clients"]) == 1)
+            eventually(lambda: not daemon.status()["disk_used_bytes"])
             assert time.monotonic() - began < 1.0
             status = daemon.status()
             assert status["ram_used_bytes"] == 16 * MIB
@@ -98,7 +99,7 @@ class TestClients:
         client = raw_client(daemon)
         assert isinstance(client.write(0, 0, 8 * MIB), Done)
         held = os.dup(client.files[0])
-        client.leave()
+        client.close()
         eventually(lambda: not daemon.status()["clients"])
         eventually(lambda: os.fstat(held).st_blocks == 0)
         os.close(held)
@@ -241,9 +242,9 @@ class TestResume:
         lifeline.close()
         os.close(fd)
         assert isinstance(reply, Refused), "what is over the budget must count"
-        client.leave()
+        client.close()
         for other in others:
-            other.leave()
+            other.close()
         eventually(lambda: second.status()["ram_used_bytes"] == 0)
 
     def test_with_several_directories_in_another_order(

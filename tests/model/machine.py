@@ -152,11 +152,16 @@ class SteppedEngine(Engine):
     """
 
     def __init__(
-        self, threads: int, chunk_bytes: int, post: Callable[[Step], None], name: str = ""
+        self,
+        threads: int,
+        chunk_bytes: int,
+        post: Callable[[Step], None],
+        io: Io | None = None,
+        name: str = "",
     ) -> None:
         self._schedule = Schedule(threads, chunk_bytes)
         self._post = post
-        self._io = Io()
+        self._io = io or Io()
         self._wake = threading.Condition()
         self._stopping = False
         self._threads = []

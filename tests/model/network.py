@@ -6,10 +6,13 @@ the sender has not handed to it yet goes to whoever listens on the address next,
 identity. Nobody is told of any of it, except by :meth:`Dealer.get_monitor_socket`.
 """
 
+import itertools
 import os
 import random
+import socket
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -18,9 +21,10 @@ Step = Callable[[], None]
 
 
 class Connection:
-    """One DEALER's, to one ROUTER."""
+    """One DEALER's, to one ROUTER. ``number``: In place of its fd in the daemon."""
 
-    def __init__(self, dealer: "Dealer", router: "Router") -> None:
+    def __init__(self, dealer: "Dealer", router: "Router", number: int) -> None:
+        self.number = number
         self.dealer = dealer
         self.router = router
         self.to_router: deque[bytes] = deque()
@@ -39,6 +43,7 @@ class Network:
         self.dealers: list[Dealer] = []
         self.routers: list[Router] = []
         self.connections: list[Connection] = []
+        self._numbers = itertools.count(1 << 24)  # above any fd
         self.late: list[tuple[Dealer, bytes]] = []
         """Answers of routers that are gone, which still arrive."""
 
@@ -62,8 +67,9 @@ class Network:
         """The connection ends; of what is in it, some still arrives, the first ones."""
         self.connections.remove(connection)
         for body in list(connection.to_router)[: self._chance.randint(0, 3)]:
-            connection.router.inbox.append((connection.dealer.identity, body))
+            connection.router.inbox.append((connection, body))
         connection.router.peers.pop(connection.dealer.identity)
+        connection.router.ended.append(connection.number)
         answers = list(connection.to_dealer)
         kept = self._chance.randint(0, len(answers))
         self.late += [(connection.dealer, answer) for answer in answers[:kept]]
@@ -79,7 +85,7 @@ class Network:
 
     def _connect(self, dealer: "Dealer", router: "Router") -> None:
         if dealer.identity not in router.peers:
-            connection = dealer.connection = Connection(dealer, router)
+            connection = dealer.connection = Connection(dealer, router, next(self._numbers))
             router.peers[dealer.identity] = connection
             self.connections.append(connection)
 
@@ -91,7 +97,7 @@ class Network:
     def _arrive(self, connection: Connection) -> None:
         for _ in range(self._chance.randint(1, len(connection.to_router))):
             body = connection.to_router.popleft()
-            connection.router.inbox.append((connection.dealer.identity, body))
+            connection.router.inbox.append((connection, body))
 
     def _arrive_late(self, answer: "tuple[Dealer, bytes]") -> None:
         self.late.remove(answer)
@@ -101,18 +107,35 @@ class Network:
 class Router:
     """In place of :class:`discod.router.Router`."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, path: Path) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as name:
+            name.bind(str(path))
         self.peers: dict[bytes, Connection] = {}
-        self.inbox: deque[tuple[bytes, bytes]] = deque()
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self.inbox: deque[tuple[Connection, bytes]] = deque()
+        self.ended: deque[int] = deque()
+        self.fds = os.eventfd(0, os.EFD_CLOEXEC), os.eventfd(0, os.EFD_CLOEXEC)
+        self._source = -1
         self._network = network
         network.routers.append(self)
 
     def receive(self, handle: Callable[[bytes, bytes], None], most: int) -> bool:
         """As the real one's."""
         for _ in range(min(most, len(self.inbox))):
-            handle(*self.inbox.popleft())
+            connection, body = self.inbox.popleft()
+            self._source = connection.number
+            handle(connection.dealer.identity, body)
         return bool(self.inbox)
+
+    def source_fd(self) -> int:
+        """As the real one's."""
+        return self._source
+
+    def take_connections(
+        self, accepted: Callable[[int], None], ended: Callable[[int], None]
+    ) -> None:
+        """As the real one's, for those that have ended; there are no others than clients'."""
+        while self.ended:
+            ended(self.ended.popleft())
 
     def send(self, identity: bytes, body: bytes) -> bool:
         """As the real one's."""
@@ -127,7 +150,8 @@ class Router:
             self._network.routers.remove(self)
             for connection in list(self.peers.values()):
                 self._network.sever(connection)
-            os.close(self.fd)
+            for fd in self.fds:
+                os.close(fd)
 
 
 class Monitor:

@@ -21,7 +21,9 @@ RUNS = int(os.environ.get("DISCOD_MODEL_RUNS", "60"))
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """On tmpfs where there is one: the disk is not what is tested here."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as name:
+    with tempfile.TemporaryDirectory(
+        prefix="model-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+    ) as name:
         yield Path(name)
 
 

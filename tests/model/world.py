@@ -14,7 +14,7 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ from disco_client.greeting import Greeting
 from disco_client.link import Link
 from disco_client.residency import Residency
 from disco_client.session import Session
-from discod import admission, attach, clients, locks, logs, server, tenant, trimming
+from discod import attach, closer, locks, logs, server, tenant, trimming
 from discod.config import Config
 from discod.wire.fds import receive_message
 from discod.wire.messages import Request
@@ -82,7 +82,7 @@ class Daemon:
         if self.world.clock.now < self.frozen_until:
             return list(self.engine.steps())
         found = [*self.loop.steps(), *self.chores.steps(), *self.engine.steps()]
-        if self.router.inbox and not self.server._draining:
+        if (self.router.inbox and not self.server._draining) or self.router.ended:
             found.append(self.server._more)
         return found
 
@@ -94,7 +94,12 @@ class Daemon:
         for client in list(self.clients._clients.values()):
             _close(client.lifeline, client.peer)
             if not getattr(client.tenant, "freed", False):
-                client.tenant.free(discard=False)
+                client.tenant.unmap()
+                _close_files(client.tenant.files)
+        for lot in self.clients._admission.parking._lots:
+            _close_files(lot.files.values())
+            if lot.pidfd is not None:
+                os.close(lot.pidfd)
         for handshake in list(self.clients._handshakes):
             _close(handshake._connection, handshake.peer)
         self.chores.end_of_process()
@@ -115,9 +120,22 @@ class Daemon:
         self.die()
 
 
+def _close_files(files: Iterable[tenant.File]) -> None:
+    for file in files:
+        file.scratch.close(discard=False)
+
+
 def _close(connection: socket.socket, peer: Any) -> None:
     connection.close()
     peer.close()
+
+
+def _marking(release: Callable[[Any], None]) -> Callable[[Any], None]:
+    def released(one: Any) -> None:
+        one.freed = True
+        release(one)
+
+    return released
 
 
 class Handle:
@@ -299,8 +317,12 @@ class World:
         self.events: dict[str, int] = {}
         self._faults = faults
         self._stack = contextlib.ExitStack()
-        self._patch()
-        self.start()
+        try:
+            self._patch()
+            self.start()
+        except BaseException:
+            self._stack.close()
+            raise
 
     # Time
 
@@ -442,7 +464,7 @@ class World:
         assert not one._clients._admission._held
         assert not one._clients._waiting
         assert not one._clients._handshakes
-        assert len(self.daemon.loop.readers) == 2, "fds are watched of clients that are gone"
+        assert len(self.daemon.loop.readers) == 3, "fds are watched of clients that are gone"
 
     def close(self) -> None:
         """Remove everything; idempotent."""
@@ -472,14 +494,11 @@ class World:
         self._put(server, "Loop", lambda: SteppedLoop(self.clock))
         self._put(server, "Chores", SteppedChores)
         self._put(server, "Engine", SteppedEngine)
-        self._put(server, "Router", lambda path: Router(self.network))
+        self._put(server, "Router", lambda path: Router(self.network, path))
         self._put(server.Server, "_watch_signals", lambda _: None)
-        self._put(server, "_raise_fd_limit", lambda: None)
+        self._put(server, "_raise_fd_limit", lambda: 1 << 20)
         self._put(attach, "receive_message", self._take_over)
-        for target, name in (
-            (attach, "_close_all"), (clients, "close_fds"), (admission, "close_fds")
-        ):  # fmt: skip
-            self._put(target, name, self._close_fds)
+        self._put(closer.Closer, "close", lambda _, fds, uid: self._close_fds(fds))
         self._put(attach, "_pidfd", lambda connection, pid: os.dup(self.connecting.pop(0)))
 
         def wait(one: Link, timeout: float) -> None:
@@ -503,13 +522,8 @@ class World:
             start(one, request, *args)
 
         self._put(tenant.Tenant, "_start", started)
-        free = tenant.Tenant.free
-
-        def freed(one: Any, *, discard: bool) -> None:
-            one.freed = True
-            free(one, discard=discard)
-
-        self._put(tenant.Tenant, "free", freed)
+        for name in ("free", "unmap"):
+            self._put(tenant.Tenant, name, _marking(getattr(tenant.Tenant, name)))
         logging.disable(logging.ERROR)
         self._stack.callback(logging.disable, logging.NOTSET)
 
@@ -532,7 +546,7 @@ class World:
             finally:
                 connection.settimeout(timeout)
 
-    def _take_over(self, connection: socket.socket, *expected: Any) -> Any:
+    def _take_over(self, connection: socket.socket, *expected: Any, close: Any) -> Any:
         """As ``receive_message``, in the daemon."""
         message, fds = receive_message(connection, *expected)
         self.handed_over |= set(fds)
