@@ -177,7 +177,7 @@ def test_the_other_side_is_replaced(
 ) -> None:
     """A daemon's container that is made anew would end the training, or crash it (SIGBUS).
 
-    Somebody empties /dev/shm meanwhile, as logind does at a logout: nothing of discod is there.
+    And what is in /dev/shm would be removed by logind at a logout: nothing of discod is there.
     """
     daemon = contain()
     one = trainer(container(PRIVATE_SHM), socket_dir=str(socket_dir), then="wait")
