@@ -31,7 +31,7 @@ def shm_entries() -> set[str]:
 
     Other tests run at the same time, and theirs are such.
     """
-    theirs = ("torch_", "model-", "sem.", "psm_", "gloo", "__KMP")
+    theirs = ("torch_", "sem.", "psm_", "gloo", "__KMP")
     return {name for name in os.listdir("/dev/shm") if not name.startswith(theirs)}
 
 

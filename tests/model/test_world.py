@@ -10,20 +10,23 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from disco_client.errors import ArenaFull
 from tests.model.world import Crashed, Trainer, World
 
-RUNS = int(os.environ.get("DISCOD_MODEL_RUNS", "60"))
+RUNS = int(os.environ.get("DISCOD_MODEL_RUNS", "30"))
+FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None
+"""On tmpfs where there is one: the disk is not what is tested here."""
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """On tmpfs where there is one: the disk is not what is tested here."""
-    with tempfile.TemporaryDirectory(
-        prefix="model-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
-    ) as name:
+    """An empty directory."""
+    with tempfile.TemporaryDirectory(prefix="psm_discod-", dir=FOLDER) as name:
         yield Path(name)
 
 
@@ -70,3 +73,71 @@ def test_any_program_under_any_faults(run: int, folder: Path, first_seed: int) -
         world.finish()
     finally:
         world.close()
+
+
+class Machine(RuleBasedStateMachine):
+    """Steps and faults that hypothesis chooses, and makes fewer of until the reason is plain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory(prefix="psm_discod-", dir=FOLDER)
+        self.world = World(Path(self.folder.name), seed=0, faults=0)
+        Trainer(self.world, "first", pages=8)
+        Trainer(self.world, "second", pages=8)
+
+    @rule(which=st.integers(0, 1), pages=st.integers(1, 4))
+    def save(self, which: int, pages: int) -> None:
+        trainer = self.world.trainers[which]
+        if len(trainer.blobs) < 8:
+            trainer.save(pages)
+
+    @rule(which=st.integers(0, 1), number=st.integers(0, 7))
+    def load(self, which: int, number: int) -> None:
+        trainer = self.world.trainers[which]
+        if trainer.blobs:
+            trainer.load(list(trainer.blobs)[number % len(trainer.blobs)])
+
+    @rule(which=st.integers(0, 1), number=st.integers(0, 7))
+    def free(self, which: int, number: int) -> None:
+        trainer = self.world.trainers[which]
+        if trainer.blobs:
+            trainer.free(list(trainer.blobs)[number % len(trainer.blobs)])
+
+    @rule(which=st.integers(0, 1))
+    def prefetch(self, which: int) -> None:
+        self.world.trainers[which].prefetch()
+
+    @rule(seed=st.integers(0, 1000), rounds=st.integers(1, 5))
+    def go_on(self, seed: int, rounds: int) -> None:
+        self.world.chance.seed(seed)
+        for _ in range(rounds):
+            self.world.go_on(0.1)
+
+    @rule()
+    def kill(self) -> None:
+        if self.world.daemon is not None:
+            self.world.kill()
+
+    @rule()
+    def terminate(self) -> None:
+        if self.world.daemon is not None:
+            self.world.terminate()
+
+    @rule(which=st.integers(0, 1))
+    def sever(self, which: int) -> None:
+        if len(self.world.network.connections) > which:
+            self.world.network.sever(self.world.network.connections[which])
+
+    def teardown(self) -> None:
+        try:
+            self.world.finish()
+        finally:
+            self.world.close()
+            self.folder.cleanup()
+
+
+def test_what_hypothesis_finds() -> None:
+    """As above; a failure is shown by the fewest steps that lead to it."""
+    run_state_machine_as_test(
+        Machine, settings=settings(max_examples=20, stateful_step_count=25, deadline=None)
+    )
