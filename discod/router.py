@@ -13,6 +13,7 @@ What one connection can take of the daemon's memory
 How many connections a process may have is in :mod:`discod.io_connections`.
 """
 
+import contextlib
 import os
 import struct
 from collections.abc import Callable
@@ -31,6 +32,9 @@ MAX_REQUEST_BYTES = 1 << 15
 
 RECEIVE_QUEUE = 256
 SEND_QUEUE = 2 * MAX_UNANSWERED
+
+EVENTS_AT_THE_END = 100_000
+"""All that are there, and an end."""
 
 SILENT_MILLISECONDS = 2000
 """A peer that has connected and says nothing is dropped by then."""
@@ -58,6 +62,7 @@ class Router:
     """
 
     def __init__(self, path: Path) -> None:
+        self._endpoint = f"ipc://{path}"
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._part: zmq.Frame | None = None
@@ -75,7 +80,7 @@ class Router:
         self._monitor.connect(events)
         umask = os.umask(0o177)
         try:
-            self._socket.bind(f"ipc://{path}")
+            self._socket.bind(self._endpoint)
         except zmq.ZMQError as error:
             self._close(linger=0)
             raise OSError(error.errno, os.strerror(error.errno or 0)) from error
@@ -91,15 +96,20 @@ class Router:
         return int(self._socket.get(zmq.FD)), int(self._monitor.get(zmq.FD))
 
     def take_connections(
-        self, accepted: Callable[[int], None], ended: Callable[[int], None]
-    ) -> None:
-        """Tell of each connection, by its fd, that was accepted or has ended since the last call.
+        self, accepted: Callable[[int], None], ended: Callable[[int], None], most: int
+    ) -> bool:
+        """Tell of up to ``most`` connections, by their fds, that were accepted or have ended.
+
+        True when there may be more.
 
         libzmq's thread waits while some 1,000 of them have not been taken.
         """
-        while int(self._monitor.get(_EVENTS)) & _READABLE:
+        for _ in range(most):
+            if not int(self._monitor.get(_EVENTS)) & _READABLE:
+                return False
             event, fd = struct.unpack("=Hi", self._monitor.recv_multipart(_NO_WAIT)[0])
             (accepted if event == _ACCEPTED else ended)(fd)
+        return True
 
     def receive(self, handle: Callable[[bytes, bytes], None], most: int) -> bool:
         """Hand over up to ``most`` messages: identity and body. True when there may be more.
@@ -134,11 +144,13 @@ class Router:
 
     def close(self) -> None:
         """Send out what was sent, within ``FLUSH_MILLISECONDS``, and close."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.unbind(self._endpoint)  # so that no more events come
         self._close(FLUSH_MILLISECONDS)
 
     def _close(self, linger: int) -> None:
         # Nobody takes events any more, and libzmq's thread must not wait for anybody.
-        self.take_connections(lambda fd: None, lambda fd: None)
+        self.take_connections(lambda fd: None, lambda fd: None, EVENTS_AT_THE_END)
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close(linger=linger)

@@ -67,6 +67,8 @@ from discod.wire.sizes import format_size
 
 MESSAGES_PER_ROUND = 256
 """Then the loop looks after lifelines and attaches, whatever else a client has sent."""
+CONNECTIONS_PER_ROUND = 256
+"""The same for connections to the I/O socket."""
 MESSAGES_AT_THE_END = 100_000
 """All that is there, and not without end from a client that goes on sending."""
 
@@ -184,8 +186,11 @@ class Server:
         return Exit.OK
 
     def _more(self) -> bool:
-        self._router.take_connections(self._io_connections.accepted, self._io_ended)
-        return not self._draining and self._router.receive(self._message, MESSAGES_PER_ROUND)
+        accepted = self._io_connections.accepted
+        more = self._router.take_connections(accepted, self._io_ended, CONNECTIONS_PER_ROUND)
+        if not self._draining:
+            more |= self._router.receive(self._message, MESSAGES_PER_ROUND)
+        return more
 
     def _message(self, identity: bytes, body: bytes) -> None:
         client = self._clients.find(identity)

@@ -57,7 +57,7 @@ def minimise(target: str, keep: Path) -> None:
     """Replace the target's corpus by what reaches the same code, of it and of what was kept."""
     old, new = CORPUS / target, CORPUS / f"{target}.new"
     new.mkdir()
-    code, said = libfuzzer(target, "-merge=1", str(new), str(keep / target), str(old))
+    code, said = libfuzzer(target, "-set_cover_merge=1", str(new), str(keep / target), str(old))
     if code:
         shutil.rmtree(new)
         raise SystemExit(said)
