@@ -264,7 +264,7 @@ class Link:
             self._open(Greeting(self.socket_dir, timeout))
             _log.warning("attached to a new daemon on %s after %.1f s", self.socket_dir, away)
         except DaemonError as error:
-            self._failure = error
+            self._failure = _without_frames(error)
         # A daemon that accepts and does not answer must not slow down calls that can do without.
         took = time.monotonic() - now
         self._next_attempt = now + took + max(RETRY_SECONDS, 20 * took)
@@ -273,7 +273,7 @@ class Link:
     def _give_up(self, failure: DaemonError, away: float) -> None:
         """Raise when a caller that is blocked should not wait any longer."""
         if not isinstance(failure, DaemonNotRunning | DaemonLost):
-            raise failure
+            raise type(failure)(*failure.args)  # a copy: this one is kept
         if away > self.reconnect_timeout:
             raise DaemonLost(
                 f"the daemon on {self.socket_dir} went away and was not back within "
@@ -296,3 +296,12 @@ class Link:
                 "(reply_timeout): it is stopped or the node is overloaded. Nothing is lost; the "
                 "next call works once it runs again"
             )
+
+
+def _without_frames(error: DaemonError) -> DaemonError:
+    """``error``, to be kept: its tracebacks would keep the callers' variables, tensors included."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error

@@ -30,9 +30,9 @@ from tests.helpers.models import GPT, plain_checkpoint
 
 PERIOD = 4
 """Steps until they repeat: enough that an optimizer's step carries an error on."""
-BATCH = 8
-LENGTH = 256
-MODEL: dict[str, Any] = {"layers": 8, "width": 64, "length": LENGTH}
+BATCH = 32
+LENGTH = 64
+MODEL: dict[str, Any] = {"layers": 6, "width": 64, "length": LENGTH}
 MIN_BYTES = "256KiB"
 ATTACH_SECONDS = 60.0
 """For the first attach, tried again after each error: daemons come and go."""

@@ -41,6 +41,7 @@ class Rank:
         logs: Where its log goes.
 
     Attributes:
+        step: The next one; a new process begins at the first.
         attach_errors: What its attaches raised before one went well.
     """
 
@@ -48,6 +49,7 @@ class Rank:
         self.name = name
         self.settings = settings
         self.log = logs / f"{name}.log"
+        self.step = 0
         self.attach_errors: list[str] = []
         self._outstanding = 1  # it will say "ready"
         self._said: list[dict[str, Any]] = []
@@ -58,6 +60,10 @@ class Rank:
         self._process.start()
         theirs.close()
         self.pid: int = self._process.pid or 0
+
+    def begin_step(self) -> None:
+        """Have it make its next step."""
+        self.tell("step", step=self.step)
 
     def tell(self, do: str, **what: Any) -> None:
         """Have it do something, after all it was told before."""
@@ -122,15 +128,13 @@ class Rank:
 
 @dataclass(slots=True)
 class Job:
-    """Ranks that are told the same steps.
+    """Ranks in their places.
 
     Attributes:
-        step: The next one.
         ranks: Its processes.
         expected: Of each rank and step of a period, the fingerprint without discod.
     """
 
     name: str
-    step: int = 0
     ranks: list[Rank] = field(default_factory=list)
     expected: list[list[str]] = field(default_factory=list)

@@ -78,7 +78,7 @@ class Chaos:
                     self._round(number, actions)
                     self._invariants.check(number)
                 except Exception as error:
-                    error.add_note(f"seed {outcome.seed}, round {number}: {actions}")
+                    error.add_note(f"seed {outcome.seed}, round {number}: {', '.join(map(str, actions))}")
                     raise
                 outcome.rounds = number
                 for action in actions:
@@ -99,14 +99,13 @@ class Chaos:
         allowed = set[str]().union(*(ERRORS.get(action.kind, set()) for action in actions))
         for job in jobs:
             for rank in job.ranks:
-                rank.tell("step", step=job.step)
+                rank.begin_step()
         for action in actions:
             self._adversary.act(action)
         self._world.heal()
         for job in jobs:
             for index in range(len(job.ranks)):
                 self._complete(job, index, allowed)
-            job.step += 1
 
     def _complete(self, job: Job, index: int, allowed: set[str]) -> None:
         """Until the rank in this place has completed the step, rightly."""
@@ -116,14 +115,14 @@ class Chaos:
             if any(message["said"] == "closed" for message in said):
                 rank.close()
                 job.ranks[index] = rank = self._world.make_rank(job, index)
-                rank.tell("step", step=job.step)
+                rank.begin_step()
                 said = rank.said()
             self._world.counts.errors.update(f"attach: {name}" for name in rank.attach_errors)
             rank.attach_errors.clear()
             if self._judge(job, index, rank, said[-1], allowed):
                 return
-            rank.tell("step", step=job.step)
-        raise Broken(f"{rank.name}: step {job.step} still fails: {said[-1]}")
+            rank.begin_step()
+        raise Broken(f"{rank.name}: step {rank.step} still fails: {said[-1]}")
 
     def _judge(
         self, job: Job, index: int, rank: Rank, step: dict[str, Any], allowed: set[str]
@@ -139,9 +138,10 @@ class Chaos:
                 raise Broken(f"{rank.name}: a step raised what it must not: {step}")
             self._world.counts.retried_steps += 1
             return False
-        expected = job.expected[index][job.step % PERIOD]
-        if step["step"] != job.step or step["fingerprint"] != expected:
+        expected = job.expected[index][rank.step % PERIOD]
+        if step["step"] != rank.step or step["fingerprint"] != expected:
             raise Broken(f"{rank.name}: gradients are not the plain run's, {expected}: {step}")
+        rank.step += 1
         self.outcome.steps += 1
         return True
 

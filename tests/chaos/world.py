@@ -21,7 +21,7 @@ from tests.chaos.ranks import Job, Rank
 from tests.helpers.daemon import Daemon, eventually
 
 ARENA = "2MiB"
-"""A third of what a step saves: the rest goes to disk."""
+"""A step saves 3.5 MiB: the rest goes to disk."""
 RECONNECT_SECONDS = 15.0
 """Above any start of a daemon on a busy machine; ``away`` waits for it."""
 RAM = "1GiB"
@@ -168,7 +168,7 @@ class World:
         return Rank(f"{job.name}-{number}-{form}", settings, self.logs)
 
     def replace(self, number: int, *, reclaim: bool = True) -> None:
-        """SIGKILL a rank of the second job and start another in its place, at the same step.
+        """SIGKILL a rank of the second job and start another in its place, which begins.
 
         Args:
             number: Which.
@@ -182,7 +182,7 @@ class World:
         old.close()
         rank = self.make_rank(self.victims, number)
         self.victims.ranks[number] = rank
-        rank.tell("step", step=self.victims.step)
+        rank.begin_step()
 
     def _reclaimed(self, rank: Rank) -> float:
         """Seconds from now until neither the rank nor a byte of it is in the daemon."""
@@ -219,8 +219,8 @@ class World:
             ]
             try:
                 for rank in processes:
-                    for step in range(PERIOD):
-                        rank.tell("step", step=step)
+                    for rank.step in range(PERIOD):
+                        rank.begin_step()
                 job.expected = [[s["fingerprint"] for s in rank.said()] for rank in processes]
             finally:
                 for rank in processes:
