@@ -31,7 +31,10 @@ class Reader:
             error, blob.read_error = blob.read_error, None
             waiting.pop(blob.id, None)
             self._held.settle(blob)
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame: a cycle that keeps the callers' tensors
         first = blob.id not in waiting
         waiting[blob.id] = blob
         self._held.settle(blob)

@@ -195,7 +195,8 @@ class Session:
                 return False
             error = self._residency.save_error(blob)
             if error is not None:
-                raise error
+                # A copy: the blob keeps its error, and with a traceback the caller's variables.
+                raise type(error)(*error.args)
             return True
 
         self.wait_for(saved, deadline=deadline)

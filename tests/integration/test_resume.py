@@ -1,0 +1,85 @@
+"""Daemons that die, or are slow, at the worst moment of a client's coming back."""
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import disco_client
+from disco_client import connection
+
+Attach = Callable[..., None]
+
+
+class Local:
+    """Something that a caller has in a variable, as a trainer has tensors."""
+
+
+def kept(call: Callable[[], object]) -> object:
+    """What is left of a local variable of a function that called ``call``, which may raise."""
+
+    def step() -> "weakref.ref[Local]":
+        local = Local()
+        with contextlib.suppress(disco_client.DiscodError):
+            call()
+        return weakref.ref(local)
+
+    return step()()
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    """What is freed is freed by its last reference, as a step's activations must be."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+def test_an_error_keeps_nothing_of_the_caller(
+    start_daemon: Callable[..., Any], attach_to: Callable[..., None], tmp_path: Path
+) -> None:
+    """A failed step frees its activations at once, or the one that is tried next has no room.
+
+    Errors that are kept for later, or that a frame which raised them still names, keep with their
+    traceback every variable of every caller: until a garbage collection, or for as long as the
+    blob lives.
+    """
+    faults = tmp_path / "faults"
+    faults.write_text("")
+    daemon = start_daemon(env={"DISCOD_FAULTS": str(faults)})
+    attach_to(daemon, arena="2MiB")
+    manager = disco_client.DiskOffloadManager()
+    handles = [manager.save_tensor(torch.full((1 << 18,), float(i))) for i in range(4)]
+    for handle in handles:
+        manager.wait_for_save(handle, 20)
+    faults.write_text("preadv EIO")
+    with pytest.raises(disco_client.ScratchError):
+        manager.load_tensor(handles[0])
+    assert kept(lambda: manager.load_tensor(handles[0])) is None
+    faults.write_text("pwritev EIO")
+    manager.cleanup()
+    handles = [manager.save_tensor(torch.zeros(1 << 18)) for _ in range(2)]
+    with pytest.raises(disco_client.ScratchError):
+        manager.wait_for_save(handles[0], 20)
+    assert kept(lambda: manager.wait_for_save(handles[0], 20)) is None
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+def test_a_daemon_that_is_away_keeps_nothing_of_the_caller(daemon: Any, attach: Attach) -> None:
+    """While no daemon is there, what a step has let go of is freed: why it is away is kept."""
+    attach(arena="2MiB", reconnect_timeout=0)
+    link = connection.current().session.link
+    daemon.kill()
+
+    def attempt() -> None:
+        link._next_attempt = 0.0
+        link.check(blocked=True)
+
+    assert kept(attempt) is None
+    assert link.lost
