@@ -12,6 +12,7 @@ from discod.budget import Budget
 from discod.chores import Chores
 from discod.engine import Engine
 from discod.mapping import BadArena, Mapping, check_arena
+from discod.scratch_file import ScratchFile
 from discod.storage import Directory
 from discod.tenant import File, Tenant
 from discod.wire import LEAST_ARENA_BYTES
@@ -176,9 +177,24 @@ class Admission:
 
     def _create(self, admitted: Admitted) -> None:
         for number, device in enumerate(self._devices):
-            scratch = device.directory.create(self._disk)
-            admitted.files.append(File(scratch, device.engine, number))
-            admitted.path_fds.append(os.open(f"/proc/self/fd/{scratch.fd}", os.O_PATH))
+            scratch = self._new_file(device.directory)
+            if scratch is not None:
+                admitted.files.append(File(scratch, device.engine, number))
+                admitted.path_fds.append(os.open(f"/proc/self/fd/{scratch.fd}", os.O_PATH))
+        if not admitted.files:
+            raise Inadmissible("no scratch directory works; try again, and see 'discod status'")
+
+    def _new_file(self, directory: Directory) -> ScratchFile | None:
+        """None when the directory is out of use, perhaps since it failed at this."""
+        if not directory.health.in_use:
+            return None
+        try:
+            return directory.create(self._disk)
+        except OSError as error:
+            text = f"making a file failed: {error.strerror} (errno {error.errno})"
+            if directory.health.note(error, text):
+                raise Inadmissible(f"scratch {directory}: {text}") from error
+            return None
 
     def _adopt(self, admitted: Admitted, path_fds: Sequence[int]) -> None:
         """Open the files in the client's order, each with the directory that it is in."""
@@ -186,8 +202,9 @@ class Admission:
         for fd in path_fds:
             device = os.fstat(fd).st_dev
             fitting = [n for n in left if self._devices[n].directory.device == device]
-            # Where none fits, any directory refuses the file, and says why.
-            number = fitting[0] if fitting else 0
+            # Several may be on one device. Where none fits, any refuses the file, and says why.
+            made_here = [n for n in fitting if self._devices[n].directory.made(fd)]
+            number = next(iter(made_here + fitting), 0)
             target = self._devices[number]
             scratch = target.directory.adopt(fd, self._disk)
             admitted.files.append(File(scratch, target.engine, number))

@@ -11,10 +11,12 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from discod.budget import Budget
 from discod.exits import Exit, StartupError
+from discod.health import DEVICE_ERRORS, Health
 from discod.io import Io
 from discod.locks import Locked, lock_directory
 from discod.scratch_file import ScratchFile
@@ -46,6 +48,7 @@ class Directory:
     Attributes:
         direct: Whether its files are O_DIRECT.
         device: ``st_dev`` of its files, which a union file system may set apart from its own.
+        health: Whether it is in use.
 
     Raises:
         StartupError: It cannot be used.
@@ -53,6 +56,7 @@ class Directory:
 
     def __init__(self, path: Path, io: Io | None = None) -> None:
         self.path = path
+        self.health = Health()
         self._io = io or Io()
         self._lock_fd = self._lock()
         try:
@@ -72,16 +76,38 @@ class Directory:
                 self.fs_type,
             )
 
+    def __str__(self) -> str:
+        return str(self.path)
+
     def create(self, quota: Budget) -> ScratchFile:
         """A new, empty file that will grow within ``quota``. Raises ``OSError``."""
-        return self._file(self._open_new(self.direct), quota)
+        return self._file(self._open_here(), quota)
+
+    def check(self) -> None:
+        """Write and read in a new file, as :class:`discod.health.Outages` wants it.
+
+        A full disk is no failing one. Raises ``OSError``.
+        """
+        fd = self._open_here()
+        try:
+            _write_and_read(fd, self._io)
+            if not self.direct:
+                self._io.write_back(fd, 0, PAGE_BYTES)
+        except OSError as error:
+            if error.errno not in _NO_SPACE:
+                raise
+        finally:
+            os.close(fd)
 
     def adopt(self, path_fd: int, quota: Budget) -> ScratchFile:
         """The file that another fd of it names, in the state in which it is.
 
+        When the device fails, the client gets what can be had: a file that can only be read, or
+        of which every use raises. Its other files may be well.
+
         Raises:
             ForeignFile: It has a name, or another owner, mode or device than our files.
-            OSError: It cannot be opened.
+            OSError: It cannot be opened, for another reason.
         """
         status = os.fstat(path_fd)
         flaws = {
@@ -94,21 +120,42 @@ class Directory:
         found = [flaw for flaw, is_so in flaws.items() if is_so]
         if found:
             raise ForeignFile(f"it is {', '.join(found)}")
-        flags = os.O_RDWR | (os.O_DIRECT if self.direct else 0)
-        return self._file(self._io.open(f"/proc/self/fd/{path_fd}", flags, 0), quota)
+        path = f"/proc/self/fd/{path_fd}"
+        flags = os.O_DIRECT if self.direct else 0
+        broken: dict[int, OSError] = {}
+        for way in (os.O_RDWR, os.O_RDONLY):
+            try:
+                return self._file(self._io.open(path, flags | way, 0), quota, broken)
+            except OSError as error:
+                if error.errno not in DEVICE_ERRORS:
+                    raise
+                broken[way] = error
+        return self._file(os.dup(path_fd), quota, broken)
+
+    def made(self, path_fd: int) -> bool:
+        """Whether the file was made in this very directory, as far as the kernel tells."""
+        here = os.readlink(f"/proc/self/fd/{self._lock_fd}")
+        return os.path.dirname(os.readlink(f"/proc/self/fd/{path_fd}")) == here
 
     def free_bytes(self) -> int:
-        """What its file system has free for users."""
-        status = os.fstatvfs(self._lock_fd)
+        """What its file system has free for users; 0 when it does not say."""
+        try:
+            status = os.fstatvfs(self._lock_fd)
+        except OSError:
+            return 0
         return status.f_bavail * status.f_frsize
 
     def close(self) -> None:
         """Unlock."""
         os.close(self._lock_fd)
 
-    def _file(self, fd: int, quota: Budget) -> ScratchFile:
+    def _file(
+        self, fd: int, quota: Budget, broken: Mapping[int, OSError] | None = None
+    ) -> ScratchFile:
         try:
-            return ScratchFile(fd, str(self.path), self.direct, quota, self._io)
+            return ScratchFile(
+                fd, str(self.path), self.direct, quota, self._io, self.health, broken or {}
+            )
         except OSError:
             os.close(fd)
             raise
@@ -162,12 +209,21 @@ class Directory:
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
                 raise
-        fd, name = tempfile.mkstemp(prefix=FILE_PREFIX, dir=self.path)
+        named, name = tempfile.mkstemp(prefix=FILE_PREFIX, dir=self.path)
         try:
-            return self._io.open(name, flags, 0)
-        finally:
             os.unlink(name)
+            return self._io.open(f"/proc/self/fd/{named}", flags, 0)
+        finally:
+            os.close(named)
+
+    def _open_here(self) -> int:
+        """A nameless file on the device that this directory was on at the start."""
+        fd = self._open_new(self.direct)
+        if os.fstat(fd).st_dev != self.device:
             os.close(fd)
+            # Else a disk that was unmounted would be replaced by the one that its directory is on.
+            raise OSError(errno.ENODEV, f"another file system is mounted on {self.path} by now")
+        return fd
 
     def _probe(self) -> tuple[bool, int]:
         """Whether O_DIRECT really works here, and the device of files made here."""
