@@ -95,6 +95,11 @@ class Link:
             raise
 
     @property
+    def files(self) -> int:
+        """How many scratch files there are: fewer than directories when some were out of use."""
+        return len(self._scratch_fds)
+
+    @property
     def lost(self) -> bool:
         """Whether the daemon is away."""
         return self._lost_since is not None

@@ -69,7 +69,7 @@ class Transfers:
         if not self._untrimmed:
             return
         self._untrimmed = False
-        for file in range(len(self._link.directories)):
+        for file in range(self._link.files):
             self._link.request(partial(self._make_trim, file), _ignore)
 
     def _make_trim(self, file: int, seq: int, epoch: int) -> messages.Trim:
@@ -131,18 +131,26 @@ class Transfers:
         self.carry_out(self._residency.write_done(transfer.blob, _write_failure(transfer)))
 
 
+_MILDER = (Failure.OUT_OF_USE, Failure.DISK_FULL, Failure.CANCELLED)
+"""Failures of a write other than the device's, what decides first; all else counts as that."""
+
+
 def _write_failure(transfer: _Transfer) -> WriteFailure | None:
     """The one failure that decides what happens next: a bad device before a full or an idle one."""
-    failures = transfer.failures
-    for kind in (Failure.IO, Failure.REFUSED, Failure.DISK_FULL, Failure.CANCELLED):
-        found = {index: failed for index, failed in failures.items() if failed.kind == kind}
-        if found:
-            return WriteFailure(
-                kind=kind,
-                text="; ".join(dict.fromkeys(failed.text for failed in found.values())),
-                files=frozenset(transfer.pieces[index].file for index in found),
-            )
-    return None
+    if not transfer.failures:
+        return None
+    kinds = {failed.kind for failed in transfer.failures.values()}
+    kind = next((kind for kind in _MILDER if kinds <= set(_MILDER) and kind in kinds), Failure.IO)
+    found = {
+        index: failed
+        for index, failed in transfer.failures.items()
+        if failed.kind == kind or (kind is Failure.IO and failed.kind not in _MILDER)
+    }
+    return WriteFailure(
+        kind=kind,
+        text="; ".join(dict.fromkeys(failed.text for failed in found.values())),
+        files=frozenset(transfer.pieces[index].file for index in found),
+    )
 
 
 def _read_error(transfer: _Transfer) -> BlobError | None:

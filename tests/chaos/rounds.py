@@ -78,7 +78,9 @@ class Chaos:
                     self._round(number, actions)
                     self._invariants.check(number)
                 except Exception as error:
-                    error.add_note(f"seed {outcome.seed}, round {number}: {', '.join(map(str, actions))}")
+                    error.add_note(
+                        f"seed {outcome.seed}, round {number}: {', '.join(map(str, actions))}"
+                    )
                     raise
                 outcome.rounds = number
                 for action in actions:

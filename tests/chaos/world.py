@@ -214,9 +214,7 @@ class World:
 
     def _make_expected(self, ranks: int, others: int) -> None:
         for job, count in ((self.survivors, ranks), (self.victims, others)):
-            processes = [
-                self.make_rank(job, number, count, plain=True) for number in range(count)
-            ]
+            processes = [self.make_rank(job, number, count, plain=True) for number in range(count)]
             try:
                 for rank in processes:
                     for rank.step in range(PERIOD):

@@ -36,7 +36,7 @@ class SimulatedDaemon:
         violations: Slots that were changed while they were being written.
     """
 
-    directories = ("scratch",)
+    files = 1
 
     def __init__(self, arena: Arena, seed: int = 0, mode: str = "random") -> None:
         self.patience = 0.01

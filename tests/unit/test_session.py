@@ -20,7 +20,7 @@ class Owner:
 class SilentLink:
     """A link to a daemon that takes requests and never answers."""
 
-    directories = ("scratch",)
+    files = 1
     patience = 30.0
 
     def __init__(self) -> None:
