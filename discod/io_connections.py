@@ -9,7 +9,7 @@ the fd is libzmq's, which sees the end of its peer and closes it).
 
 Why it holds: libzmq tells of each connection that it accepts through a queue of some 1,000 events,
 and its thread waits while that queue is full. So it is never more than these ahead of the loop,
-which empties the queue in each of its rounds, and so many fds are kept free
+which takes from the queue in each of its rounds, and so many fds are kept free
 (:mod:`discod.descriptors`).
 
 ZeroMQ itself is known to :mod:`discod.router` alone.
