@@ -1,8 +1,9 @@
 """One rank that lives over many steps: it is told each one through a pipe.
 
-Each message is JSON. In: ``{"do": "step", "step": N}`` or ``{"do": "close"}``. Out: first
-``{"said": "ready", "attach_errors": [...]}``; to a step ``{"said": "step", ...}`` with the
-fingerprint of loss and gradients, or the error that it raised; to close ``{"said": "closed"}``.
+Each message is JSON. In: ``{"do": "step", "step": N}``, ``{"do": "settle"}`` or ``{"do": "close"}``.
+Out: first ``{"said": "ready", "attach_errors": [...]}``; to a step ``{"said": "step", ...}`` with
+the fingerprint of loss and gradients, or the error that it raised; else ``{"said": "settled"}``,
+when it is attached to the daemon that runs now, and ``{"said": "closed"}``.
 
 Step N is the same in every process, so that a run without discod tells what it must give:
 parameters go back to the first ones every ``PERIOD`` steps, and all randomness is of the step.
@@ -26,6 +27,7 @@ from torch import nn
 from torch.nn import functional
 
 import disco_client
+from disco_client import connection
 from tests.helpers.models import GPT, plain_checkpoint
 
 PERIOD = 4
@@ -122,7 +124,11 @@ def _serve(control: Connection, settings: dict[str, Any]) -> None:
             disco_client.close()
             _say(control, said="closed")
             return
-        _say(control, said="step", **_step(trainer, message["step"]))
+        if message["do"] == "settle":
+            _settle()
+            _say(control, said="settled")
+        else:
+            _say(control, said="step", **_step(trainer, message["step"]))
 
 
 def _step(trainer: Trainer, number: int) -> dict[str, Any]:
@@ -139,6 +145,18 @@ def _step(trainer: Trainer, number: int) -> dict[str, Any]:
         "written_bytes": stats.written_bytes,
         "read_bytes": stats.read_bytes,
     }
+
+
+def _settle() -> None:
+    """A client looks after its daemon when it is called, and not between steps."""
+    deadline = time.monotonic() + ATTACH_SECONDS
+    while True:
+        disco_client.stats()
+        if not connection.current().session.link.lost:
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError("the daemon did not come back")
+        time.sleep(0.005)
 
 
 def _attach(connect: dict[str, Any]) -> list[str]:

@@ -106,6 +106,10 @@ class Chaos:
         for job in jobs:
             for index in range(len(job.ranks)):
                 self._complete(job, index, allowed)
+        for rank in self._world.all_ranks:
+            rank.tell("settle")
+        for rank in self._world.all_ranks:
+            rank.said()
 
     def _complete(self, job: Job, index: int, allowed: set[str]) -> None:
         """Until the rank in this place has completed the step, rightly."""
