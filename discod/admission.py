@@ -3,6 +3,7 @@
 Everything that can wait for a disk or for memory runs as a chore; the event loop goes on.
 """
 
+import fcntl
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,15 +11,19 @@ from functools import partial
 
 from discod.budget import Budget
 from discod.chores import Chores
+from discod.closer import Closer
+from discod.descriptors import Descriptors, NoDescriptors
 from discod.engine import Engine
+from discod.loop import Loop
 from discod.mapping import BadArena, Mapping, check_arena
+from discod.parking import Inode, Lot, Parking
 from discod.storage import Directory
+from discod.syscalls import stat_known
 from discod.tenant import File, Tenant
 from discod.wire import LEAST_ARENA_BYTES
+from discod.wire.fds import close_all
 from discod.wire.messages import Attach
 from discod.wire.sizes import format_size
-
-Inode = tuple[int, int]
 
 
 class Inadmissible(Exception):
@@ -39,18 +44,21 @@ class Admitted:
 
     Attributes:
         path_fds: ``O_PATH`` fds to send to the client: none when it resumes, since it has them.
+        lot: Where the files were parked, if they were.
     """
 
     mapping: Mapping
     files: list[File] = field(default_factory=list)
     path_fds: list[int] = field(default_factory=list)
+    lot: Lot | None = None
 
     def free(self) -> None:
-        """Give it all back, when there will be no tenant."""
+        """Give it all back, when there will be no tenant; files that were parked stay so."""
         self.mapping.close()
         for file in self.files:
-            file.scratch.close(discard=False)
-        close_fds(self.path_fds)
+            if self.lot is None or file.scratch.inode not in self.lot.files:
+                file.scratch.close(discard=False)
+        close_all(self.path_fds)
 
 
 class Admission:
@@ -61,52 +69,93 @@ class Admission:
         ram: The arena bytes of all clients.
         disk: The scratch bytes of all clients.
         chores: Where the slow part runs.
+        loop: The event loop.
+        closer: Closes what clients handed over.
+        descriptors: The limit on fds.
     """
 
     def __init__(
-        self, devices: Sequence[Device], ram: Budget, disk: Budget, chores: Chores
+        self,
+        devices: Sequence[Device],
+        ram: Budget,
+        disk: Budget,
+        chores: Chores,
+        loop: Loop,
+        closer: Closer,
+        descriptors: Descriptors,
     ) -> None:
         self._devices = devices
         self._ram = ram
         self._disk = disk
         self._chores = chores
+        self._closer = closer
+        self._descriptors = descriptors
         self._held: set[Inode] = set()
-
-    def holds(self, inodes: Iterable[Inode]) -> bool:
-        """Whether any of these files is some tenant's already."""
-        return not self._held.isdisjoint(inodes)
+        self.parking = Parking(loop, chores, self._held.difference_update)
 
     def admit(
         self,
         attach: Attach,
         fds: list[int],
+        uid: int,
         tenants: Iterable[Tenant],
         decided: Callable[[Admitted | Exception], None],
     ) -> None:
         """Check and open everything; ``decided`` gets the outcome, now or later. Closes ``fds``.
 
-        ``tenants``: Who is there already, for the text of a refusal.
+        Args:
+            attach: What the client asks for.
+            fds: What it handed over.
+            uid: The user that it runs as.
+            tenants: Who is there already, for the text of a refusal.
+            decided: Called on the event loop. Of what was admitted the caller has to tell
+                :meth:`let_in` or :meth:`released`.
         """
         arena_bytes = attach.arena_bytes
-        inodes = {inode(fd) for fd in fds[1:]}
         try:
-            self._check(attach, fds, inodes, tenants)
-        except (Inadmissible, BadArena, OSError) as error:
-            close_fds(fds)
+            inodes = inodes_of(attach, fds)
+            lot = self.parking.find(inodes)
+            self._check(attach, fds, inodes, lot, uid, tenants)
+        except (Inadmissible, BadArena, NoDescriptors, OSError) as error:
+            self._closer.close(fds, uid)
             decided(error)
             return
         self._held |= inodes
+        if lot is not None:
+            self.parking.lend(lot)
 
         def opened(outcome: Admitted | Exception) -> None:
-            close_fds(fds)
+            self._closer.close(fds, uid)
             if isinstance(outcome, Exception):
                 self._ram.release(arena_bytes)
-                self._held -= inodes
+                if lot is None:
+                    self._held -= inodes
+                else:
+                    self.parking.take_back(lot)
             else:
                 self._held |= {file.scratch.inode for file in outcome.files}
             decided(outcome)
 
-        self._chores.submit(partial(self._open, attach, fds), opened)
+        user = None if uid == os.geteuid() else uid
+        self._chores.submit(partial(self._open, attach, fds, lot, user), opened)
+
+    def let_in(self, admitted: Admitted) -> None:
+        """What was admitted is a tenant's."""
+        if admitted.lot is not None:
+            self.parking.remove(admitted.lot)
+
+    def not_let_in(self, admitted: Admitted, freed: Callable[[], None]) -> None:
+        """What was admitted is nobody's: free it, and call ``freed`` then."""
+
+        def undone(_: object) -> None:
+            if admitted.lot is None:
+                self.released(admitted.mapping.size_bytes, admitted.files)
+            else:
+                self.released(admitted.mapping.size_bytes, ())
+                self.parking.take_back(admitted.lot)
+            freed()
+
+        self._chores.submit(admitted.free, undone)
 
     def released(self, arena_bytes: int, files: Sequence[File]) -> None:
         """What was admitted has been freed."""
@@ -118,20 +167,27 @@ class Admission:
         attach: Attach,
         fds: Sequence[int],
         inodes: set[Inode],
+        lot: Lot | None,
+        uid: int,
         tenants: Iterable[Tenant],
     ) -> None:
         """What can be checked at once; reserves the memory."""
-        if not fds or (attach.resume and len(fds) < 2) or (not attach.resume and len(fds) != 1):
-            raise Inadmissible(f"an attach with {len(fds)} fds: a fault of the client")
+        self._descriptors.check()
         check_arena(fds[0], attach.arena_bytes)
         if len(inodes) > len(self._devices):
             raise Inadmissible(
                 f"it has {len(inodes)} scratch files, and this daemon has fewer directories; start "
                 "it with every --scratch that the one before it had"
             )
-        if len(inodes) != len(fds) - 1 or self.holds(inodes):
+        if lot is not None and lot.owner[1] != uid:
+            raise Inadmissible(f"its scratch files are those of a client of uid {lot.owner[1]}")
+        taken = lot is None and not self._held.isdisjoint(inodes)
+        if len(inodes) != len(fds) - 1 or taken:
             raise Inadmissible("another client has its scratch files: a fault of the client")
-        if not self._ram.reserve(attach.arena_bytes):
+        if attach.resume:
+            # It has the memory already, and others may have come before it to a new daemon.
+            self._ram.reserve_over(attach.arena_bytes)
+        elif not self._ram.reserve(attach.arena_bytes):
             raise Inadmissible(self._over_budget(attach.arena_bytes, tenants))
 
     def _over_budget(self, arena_bytes: int, tenants: Iterable[Tenant]) -> str:
@@ -162,45 +218,58 @@ class Admission:
         remedies.append("restart the daemon with a larger --ram (DISCOD_RAM)")
         return f"{text}; {', or '.join(remedies)}"
 
-    def _open(self, attach: Attach, fds: Sequence[int]) -> Admitted:
-        admitted = Admitted(Mapping(fds[0], attach.arena_bytes))
+    def _open(
+        self, attach: Attach, fds: Sequence[int], lot: Lot | None, user: int | None
+    ) -> Admitted:
+        admitted = Admitted(Mapping(fds[0], attach.arena_bytes), lot=lot)
         try:
             if attach.resume:
-                self._adopt(admitted, fds[1:])
+                self._adopt(admitted, fds[1:], user)
             else:
-                self._create(admitted)
+                self._create(admitted, user)
         except BaseException:
             admitted.free()
             raise
         return admitted
 
-    def _create(self, admitted: Admitted) -> None:
+    def _create(self, admitted: Admitted, user: int | None) -> None:
         for number, device in enumerate(self._devices):
-            scratch = device.directory.create(self._disk)
+            scratch = device.directory.create(self._disk, user)
             admitted.files.append(File(scratch, device.engine, number))
             admitted.path_fds.append(os.open(f"/proc/self/fd/{scratch.fd}", os.O_PATH))
 
-    def _adopt(self, admitted: Admitted, path_fds: Sequence[int]) -> None:
+    def _adopt(self, admitted: Admitted, path_fds: Sequence[int], user: int | None) -> None:
         """Open the files in the client's order, each with the directory that it is in."""
+        parked = {} if admitted.lot is None else admitted.lot.files
         left = list(range(len(self._devices)))
         for fd in path_fds:
-            device = os.fstat(fd).st_dev
-            fitting = [n for n in left if self._devices[n].directory.device == device]
+            known = stat_known(fd)
+            kept = parked.get((known.device, known.number))
+            if kept is not None:
+                admitted.files.append(File(kept.scratch, kept.engine, kept.directory))
+                continue
+            fitting = [n for n in left if self._devices[n].directory.device == known.device]
             # Where none fits, any directory refuses the file, and says why.
             number = fitting[0] if fitting else 0
             target = self._devices[number]
-            scratch = target.directory.adopt(fd, self._disk)
+            scratch = target.directory.adopt(fd, self._disk, user)
             admitted.files.append(File(scratch, target.engine, number))
             left.remove(number)
 
 
-def inode(fd: int) -> Inode:
-    """What tells one open file from another."""
-    status = os.fstat(fd)
-    return status.st_dev, status.st_ino
+def inodes_of(attach: Attach, fds: Sequence[int]) -> set[Inode]:
+    """What tells the scratch files that are handed back from others.
 
-
-def close_fds(fds: Sequence[int]) -> None:
-    """Close them all."""
-    for fd in fds:
-        os.close(fd)
+    Raises:
+        Inadmissible: They are too many or few, or one is no ``O_PATH`` fd, so that its file system
+            might be asked to close it.
+    """
+    if not fds or (attach.resume and len(fds) < 2) or (not attach.resume and len(fds) != 1):
+        raise Inadmissible(f"an attach with {len(fds)} fds: a fault of the client")
+    inodes = set()
+    for fd in fds[1:]:
+        if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_PATH:
+            raise Inadmissible("a scratch file that it hands back is open: a fault of the client")
+        known = stat_known(fd)
+        inodes.add((known.device, known.number))
+    return inodes

@@ -10,14 +10,17 @@ import os
 import socket
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from discod import __version__
+from discod.closer import Closer
 from discod.logs import RateLimited
 from discod.loop import Loop
+from discod.permits import Permits
 from discod.wire import PROTOCOL_VERSION
 from discod.wire.codec import WireError
-from discod.wire.fds import receive_message, send_message
+from discod.wire.fds import receive_alone, receive_message, send_message
 from discod.wire.messages import (
     Attach,
     Hello,
@@ -43,7 +46,7 @@ class Peer:
         credentials = connection.getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
         )
-        self.pid, self.uid, _ = struct.unpack("3i", credentials)
+        self.pid, self.uid, self.gid = struct.unpack("3i", credentials)
         self.pidfd = _pidfd(connection, self.pid)
 
     def close(self) -> None:
@@ -51,6 +54,11 @@ class Peer:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
+
+    def give_pidfd(self) -> int | None:
+        """The pidfd, from now on the caller's."""
+        pidfd, self.pidfd = self.pidfd, None
+        return pidfd
 
 
 def _pidfd(connection: socket.socket, pid: int) -> int | None:
@@ -64,7 +72,15 @@ def _pidfd(connection: socket.socket, pid: int) -> int | None:
 
 
 class Host(Protocol):
-    """What the conversation asks the server."""
+    """What the conversation asks the server.
+
+    Attributes:
+        permits: Who is served.
+        closer: Closes what clients sent.
+    """
+
+    permits: Permits
+    closer: Closer
 
     def welcome(self) -> Welcome:
         """What to greet with."""
@@ -84,6 +100,10 @@ class Handshake:
         host: The server.
         connection: Accepted; owned by the handshake until :meth:`accept` hands it over.
         ended: Called once, with this, when the conversation has ended, however.
+
+    Attributes:
+        peer: Who it is with.
+        asked: Whether all that the client has to say is said, and it awaits the decision.
     """
 
     def __init__(
@@ -101,7 +121,7 @@ class Handshake:
         self.peer = Peer(connection)
         self.open = True
         self._greeted = False
-        self._asked = False
+        self.asked = False
         self._timer = loop.call_later(HANDSHAKE_SECONDS, self._late)
         loop.add_reader(connection.fileno(), self._readable)
 
@@ -140,17 +160,23 @@ class Handshake:
 
     def _readable(self) -> None:
         try:
-            if self._asked:
+            if self.asked:
                 # Nothing but its end is expected of a client that awaits the decision.
                 self._connection.recv(1)
                 self.drop()
             elif self._greeted:
-                request, fds = receive_message(self._connection, Attach, StatusRequest)
+                if self._host.closer.overdue(self.peer.uid):
+                    self._connection.recv(1)  # the kernel drops its fds
+                    self.refuse(
+                        f"fds that uid {self.peer.uid} sent before do not close, because their "
+                        "file system does not answer; end what hangs there and try again"
+                    )
+                    return
+                close = partial(self._host.closer.close, uid=self.peer.uid)
+                request, fds = receive_message(self._connection, Attach, StatusRequest, close=close)
                 self._request(request, fds)
             else:
-                hello, fds = receive_message(self._connection, Hello)
-                _close_all(fds)
-                self._hello(hello)
+                self._hello(receive_alone(self._connection, Hello))
         except BlockingIOError:
             return
         except WireError as error:
@@ -159,12 +185,9 @@ class Handshake:
             self.drop()
 
     def _hello(self, hello: Hello) -> None:
-        uid = os.geteuid()
-        if self.peer.uid not in (0, uid):
-            self.refuse(
-                f"the daemon runs as uid {uid} and serves that user and root, not uid "
-                f"{self.peer.uid}; start a daemon as uid {self.peer.uid} with its own --socket-dir"
-            )
+        peer = self.peer
+        if not self._host.permits.may_ask(self._connection, peer.uid, peer.gid):
+            self.refuse(self._not_allowed())
         elif hello.protocol != PROTOCOL_VERSION:
             self.refuse(
                 f"the daemon is discod {__version__} with protocol {PROTOCOL_VERSION}, the client "
@@ -176,15 +199,22 @@ class Handshake:
             self._send(self._host.welcome())
 
     def _request(self, request: Attach | StatusRequest, fds: list[int]) -> None:
-        if isinstance(request, Attach):
-            self._asked = True
-            self._host.attach(self, request, fds)
-        else:
-            _close_all(fds)
+        peer = self.peer
+        if not isinstance(request, Attach):
+            self._host.closer.close(fds, peer.uid)
             self._send(StatusReply(self._host.status()))
             self.drop()
+        elif self._host.permits.may_attach(self._connection, peer.uid, peer.gid):
+            self.asked = True
+            self._host.attach(self, request, fds)
+        else:
+            self._host.closer.close(fds, peer.uid)
+            self.refuse(self._not_allowed())
 
-
-def _close_all(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
+    def _not_allowed(self) -> str:
+        uid = self.peer.uid
+        return (
+            f"the daemon serves {self._host.permits.who()}, not uid {uid} (gid {self.peer.gid}): "
+            f"start a daemon as uid {uid} with its own --socket-dir, or this one with "
+            "--allow-group and a group that uid is in"
+        )

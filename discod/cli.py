@@ -40,6 +40,20 @@ def _directories(
     return tuple(Path(text) for text in value)
 
 
+def _groups(
+    context: click.Context, option: click.Parameter, value: tuple[str, ...]
+) -> tuple[int, ...]:
+    from discod.permits import UnknownGroup, group_number
+
+    names = [name.strip() for text in value for name in text.split(",")]
+    try:
+        if any(names):
+            names = [name for name in names if name]
+        return tuple(dict.fromkeys(map(group_number, names)))
+    except UnknownGroup as error:
+        raise click.BadParameter(str(error), context, option) from error
+
+
 _socket_dir = click.option(
     "--socket-dir",
     type=click.Path(path_type=Path),
@@ -116,6 +130,15 @@ _socket_dir = click.option(
     help="Exit after so long without a client, and not before the first one has had "
     f"{FIRST_CLIENT_SECONDS:.0f} s to come; 0: never.  [default: 0]",
 )
+@click.option(
+    "--allow-group",
+    callback=_groups,
+    multiple=True,
+    envvar="DISCOD_ALLOW_GROUP",
+    metavar="GROUP",
+    help="Serve the members of this group too, by name or number; may be given several times. "
+    "DISCOD_ALLOW_GROUP separates several by ','.  [default: only the daemon's own user]",
+)
 @click.version_option(__version__, prog_name="discod")
 @click.pass_context
 def main(
@@ -129,6 +152,7 @@ def main(
     checksum: str,
     log_level: str,
     exit_idle: float,
+    allow_group: tuple[int, ...],
 ) -> None:
     """Keep training activations on NVMe: run the daemon that does all of a node's disk I/O.
 
@@ -150,6 +174,7 @@ def main(
             checksum=Mode(checksum),
             log_level=log_level,
             exit_idle_seconds=exit_idle,
+            allow_gids=allow_group,
         )
     except BadOption as error:
         raise click.UsageError(str(error)) from error

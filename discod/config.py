@@ -46,6 +46,7 @@ class Config:
         log_level: As :mod:`logging` names it, in lower case.
         exit_idle_seconds: Exit after so long without a client; 0: never. Before the first one,
             after ``FIRST_CLIENT_SECONDS`` at least.
+        allow_gids: Groups whose members may attach too.
 
     Raises:
         BadOption: A value is out of range.
@@ -60,6 +61,7 @@ class Config:
     checksum: Mode = Mode.SAMPLED
     log_level: str = "info"
     exit_idle_seconds: float = 0.0
+    allow_gids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.scratch:

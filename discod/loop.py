@@ -8,6 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+POSTED_PER_ROUND = 1000
+"""Then messages and connections have their turn: one client's end can post tens of thousands."""
+
 Callback = Callable[[], None]
 
 
@@ -87,8 +90,10 @@ class Loop:
 
     def _woken(self) -> None:
         os.eventfd_read(self._wake_fd)
-        for _ in range(len(self._posted)):
+        for _ in range(min(len(self._posted), POSTED_PER_ROUND)):
             self._posted.popleft()()
+        if self._posted:
+            os.eventfd_write(self._wake_fd, 1)
 
     def _sleep_seconds(self) -> float | None:
         while self._timers and self._timers[0][2].callback is None:

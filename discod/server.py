@@ -27,14 +27,18 @@ from discod import __version__, faults
 from discod.admission import Admission, Admitted, Device
 from discod.budget import Budget
 from discod.chores import Chores
-from discod.clients import Clients
+from discod.clients import Clients, End
+from discod.closer import Closer
 from discod.config import FIRST_CLIENT_SECONDS, Config, default_disk_bytes, default_ram_bytes
+from discod.descriptors import LEAST_LIMIT, Descriptors
 from discod.engine import Engine
-from discod.exits import Exit
+from discod.exits import Exit, StartupError
 from discod.gpus import Gpus
+from discod.io_connections import IoConnections, Owner
 from discod.logs import RateLimited
 from discod.loop import Loop, Timer
-from discod.router import Router
+from discod.permits import Permits
+from discod.router import MAX_REQUEST_BYTES, Router
 from discod.socket_dir import SocketDir
 from discod.status import make_status
 from discod.storage import Directory
@@ -63,6 +67,8 @@ from discod.wire.sizes import format_size
 
 MESSAGES_PER_ROUND = 256
 """Then the loop looks after lifelines and attaches, whatever else a client has sent."""
+CONNECTIONS_PER_ROUND = 256
+"""The same for connections to the I/O socket."""
 MESSAGES_AT_THE_END = 100_000
 """All that is there, and not without end from a client that goes on sending."""
 
@@ -87,8 +93,9 @@ class Server:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        _raise_fd_limit()
-        self._socket_dir = SocketDir(config.socket_dir)
+        descriptors = Descriptors(_raise_fd_limit())
+        _check_fd_limit(descriptors, config)
+        self._socket_dir = SocketDir(config.socket_dir, config.allow_gids)
         io = faults.from_environment()
         directories = [Directory(path, io) for path in config.scratch]
         self._ram = Budget(config.ram_bytes or default_ram_bytes())
@@ -113,20 +120,38 @@ class Server:
         listener = self._socket_dir.listen()
         try:
             self._router = Router(self._socket_dir.io_path)
-        except OSError as error:
+            self._socket_dir.open_to_clients()
+        except (OSError, StartupError) as error:
             listener.close()
             self._socket_dir.remove_sockets()
+            if isinstance(error, StartupError):
+                raise
             raise self._socket_dir.unusable(error) from error
-        self._loop.add_reader(self._router.fd, lambda: None)  # received in every round: _more()
+        for fd in self._router.fds:
+            self._loop.add_reader(fd, lambda: None)  # received in every round: _more()
+        self._io_connections = IoConnections(self._clients_of, descriptors.most_io_connections)
+        closer = Closer()
         self._clients = Clients(
             self._loop,
             self._chores,
-            Admission(self._devices, self._ram, self._disk, self._chores),
+            Admission(
+                self._devices,
+                self._ram,
+                self._disk,
+                self._chores,
+                self._loop,
+                closer,
+                descriptors,
+            ),
+            Permits(config.allow_gids),
+            closer,
+            descriptors.most_handshakes,
             listener,
             self._welcome,
             self._status,
             self._make_tenant,
             self._clients_changed,
+            self._io_connections.client_gone,
         )
         self._watch_signals()
         _log.info(
@@ -161,7 +186,11 @@ class Server:
         return Exit.OK
 
     def _more(self) -> bool:
-        return not self._draining and self._router.receive(self._message, MESSAGES_PER_ROUND)
+        accepted = self._io_connections.accepted
+        more = self._router.take_connections(accepted, self._io_ended, CONNECTIONS_PER_ROUND)
+        if not self._draining:
+            more |= self._router.receive(self._message, MESSAGES_PER_ROUND)
+        return more
 
     def _message(self, identity: bytes, body: bytes) -> None:
         client = self._clients.find(identity)
@@ -170,16 +199,18 @@ class Server:
             return
         if client.tenant.closing:
             return
+        if client.io_fd is None:
+            client.io_fd = self._router.source_fd()
         try:
             request = _decode(body)
         except WireError as error:
-            self._clients.hang_up(client, f"it broke the protocol: {error}")
+            self._clients.hang_up(client, f"it broke the protocol: {error}", End.BREACH)
             return
         try:
             client.tenant.handle(request)
         except Exception:  # noqa: BLE001  a bug here is that client's alone
             _log.exception("%s: %r", client.tenant.who, request)
-            self._clients.hang_up(client, "the daemon failed at a request of it")
+            self._clients.hang_up(client, "the daemon failed at a request of it", End.LOST)
 
     def _foreign_message(self, identity: bytes, body: bytes) -> None:
         _foreign.warning("message from %.32s, which is no client's identity", identity.hex())
@@ -188,6 +219,14 @@ class Server:
             text = "its sender is not attached"
             reply = Failed(request.seq, request.epoch, Failure.REFUSED, 0, text)
             self._router.send(identity, encode(reply))
+
+    def _clients_of(self, owner: Owner) -> int:
+        return self._clients.count_of(owner)
+
+    def _io_ended(self, fd: int) -> None:
+        """An I/O connection has ended: what was under way on it is lost, in both directions."""
+        self._io_connections.ended(fd)
+        self._clients.io_ended(fd)
 
     def _make_tenant(self, identity: bytes, who: Who, admitted: Admitted) -> Tenant:
         return Tenant(
@@ -206,7 +245,7 @@ class Server:
             client = self._clients.find(identity)
             if client is not None:
                 # It attaches again and resends what has no answer.
-                self._clients.hang_up(client, "its I/O connection is gone")
+                self._clients.hang_up(client, "it takes no answers", End.LOST)
         self._stop_when_drained()
 
     def _welcome(self) -> Welcome:
@@ -269,7 +308,8 @@ class Server:
         self._loop.call_later(DRAIN_SECONDS, self._drop)
         self._router.receive(self._message, MESSAGES_AT_THE_END)
         self._draining = True
-        self._loop.remove_reader(self._router.fd)
+        # Connections are still looked at.
+        self._loop.remove_reader(self._router.fds[0])
         self._stop_when_drained()
 
     def _stop_when_drained(self) -> None:
@@ -282,11 +322,25 @@ class Server:
         self._clients.cancel_all(self._stop_when_drained)
 
 
-def _raise_fd_limit() -> None:
+def _raise_fd_limit() -> int:
     """To what is allowed: a client takes four fds and one for each scratch directory."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def _check_fd_limit(descriptors: Descriptors, config: Config) -> None:
+    """A limit that is too low is a danger from other users alone: our own could do worse."""
+    if descriptors.enough:
+        return
+    text = (
+        f"at most {descriptors.limit} fds are allowed: from {LEAST_LIMIT} on no number of "
+        "connections can end the daemon; raise the hard limit (ulimit -Hn, LimitNOFILE=)"
+    )
+    if config.allow_gids:
+        raise StartupError(Exit.USAGE, f"{text}; not started with --allow-group")
+    _log.warning("%s", text)
 
 
 _REQUESTS = (
@@ -296,5 +350,7 @@ _REQUESTS = (
 
 
 def _decode(body: bytes) -> Request:
+    if len(body) > MAX_REQUEST_BYTES:
+        raise WireError(f"a request of {len(body)} bytes: {MAX_REQUEST_BYTES} are the most")
     # mypy infers the bound of decode's type variable for several classes.
     return cast(Request, decode(body, *_REQUESTS))

@@ -5,6 +5,7 @@ import errno
 import os
 import socket
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from discod.exits import Exit, StartupError
@@ -19,21 +20,33 @@ class SocketDir:
     """The socket directory, locked for this process's life.
 
     Args:
-        path: Made with mode 0700 where it is missing.
+        path: Made where it is missing. One that is there, as a service manager makes it, keeps its
+            owner and mode.
+        gids: Groups whose members may attach. The modes of the sockets, and of a directory made
+        here,
+            are exact, whatever the umask is:
+
+            - none: sockets 0600, directory 0700;
+            - one: sockets 0660 of that group, directory 0710 of that group;
+            - several: sockets 0666, directory 0711. A socket has one group, so that here the check
+              of the peer's credentials (:mod:`discod.permits`) stands alone.
 
     Raises:
         StartupError: It cannot be used.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, gids: Sequence[int] = ()) -> None:
         self.path = path
+        self._gids = gids
         try:
             self.attach_path, self.io_path = socket_paths(path)
         except SocketPathTooLong as error:
             raise StartupError(Exit.SOCKET_PATH_TOO_LONG, f"{error}; not started") from error
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            made = self._make()
             self._lock_fd = lock_directory(path)
+            if made:
+                self._let_clients_in(self._lock_fd, (0o700, 0o710, 0o711))
             self._check_owner()
             for socket_path in (self.attach_path, self.io_path):
                 self._remove_stale(socket_path)
@@ -62,6 +75,15 @@ class SocketDir:
             os.umask(umask)
         return listener
 
+    def open_to_clients(self) -> None:
+        """Give both sockets, which are bound by now, their group and mode. Raises
+        ``StartupError``."""
+        try:
+            for path in (self.attach_path, self.io_path):
+                self._let_clients_in(path, (0o600, 0o660, 0o666))
+        except OSError as error:
+            raise self.unusable(error) from error
+
     def remove_sockets(self) -> None:
         """Unlink both sockets; never raises."""
         for path in (self.attach_path, self.io_path):
@@ -76,10 +98,43 @@ class SocketDir:
             " not started; choose another --socket-dir (DISCOD_SOCKET_DIR)",
         )
 
+    def _make(self) -> bool:
+        """Make the directory; whether it was not there."""
+        umask = os.umask(0o022)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700)
+        except FileExistsError:
+            return False
+        finally:
+            os.umask(umask)
+        return True
+
+    def _let_clients_in(self, what: int | Path, modes: tuple[int, int, int]) -> None:
+        """Set group and mode: ``modes`` are for no group, one, and several."""
+        if len(self._gids) == 1:
+            try:
+                os.chown(what, -1, self._gids[0])
+            except PermissionError as error:
+                raise OSError(
+                    error.errno,
+                    f"uid {os.geteuid()} may not give it to gid {self._gids[0]}, "
+                    "because it is not in that group",
+                ) from error
+        os.chmod(what, modes[min(len(self._gids), 2)])
+
     def _check_owner(self) -> None:
+        status = os.fstat(self._lock_fd)
         # In /tmp anyone can make the directory first, and would then own our sockets' names.
-        if os.fstat(self._lock_fd).st_uid not in (0, os.geteuid()):
-            raise OSError(errno.EPERM, "it belongs to another user")
+        if status.st_uid not in (0, os.geteuid()):
+            raise OSError(errno.EPERM, f"it belongs to another user, uid {status.st_uid}")
+        # Others could put sockets of theirs in place of ours. Our own group is ours.
+        others = 0o002 if status.st_gid == os.getegid() else 0o022
+        if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
+            raise OSError(
+                errno.EPERM,
+                f"others may write to it, by its mode {status.st_mode & 0o7777:04o} (chmod go-w)",
+            )
 
     def _remove_stale(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -15,9 +15,11 @@ from pathlib import Path
 
 from discod.budget import Budget
 from discod.exits import Exit, StartupError
+from discod.file_owner import NotTheOwner, check_owner, mark_owner
 from discod.io import Io
 from discod.locks import Locked, lock_directory
 from discod.scratch_file import ScratchFile
+from discod.syscalls import stat_known
 from discod.wire import PAGE_BYTES
 
 FILE_PREFIX = ".discod-"
@@ -72,30 +74,49 @@ class Directory:
                 self.fs_type,
             )
 
-    def create(self, quota: Budget) -> ScratchFile:
-        """A new, empty file that will grow within ``quota``. Raises ``OSError``."""
-        return self._file(self._open_new(self.direct), quota)
+    def create(self, quota: Budget, user: int | None = None) -> ScratchFile:
+        """A new, empty file that will grow within ``quota``. Raises ``OSError``.
 
-    def adopt(self, path_fd: int, quota: Budget) -> ScratchFile:
+        Args:
+            quota: The scratch bytes of all clients.
+            user: The uid of the client that it is for, when that is not our own user.
+        """
+        fd = self._open_new(self.direct)
+        if user is not None:
+            mark_owner(fd, user)
+        return self._file(fd, quota)
+
+    def adopt(self, path_fd: int, quota: Budget, user: int | None = None) -> ScratchFile:
         """The file that another fd of it names, in the state in which it is.
 
+        Args:
+            path_fd: A foreign fd: its file system is asked nothing until it is known to be ours.
+            quota, user: As for :meth:`create`.
+
         Raises:
-            ForeignFile: It has a name, or another owner, mode or device than our files.
+            ForeignFile: It has a name, or another owner, mode or device than our files, or it was
+                made for another user's client.
             OSError: It cannot be opened.
         """
-        status = os.fstat(path_fd)
+        status = stat_known(path_fd)
         flaws = {
-            "no regular file": not stat.S_ISREG(status.st_mode),
-            "a file with a name": status.st_nlink != 0,
-            f"of uid {status.st_uid}": status.st_uid != os.geteuid(),
-            f"of mode {status.st_mode & 0o7777:o}": status.st_mode & 0o7777 != FILE_MODE,
-            "on another file system": status.st_dev != self.device,
+            "no regular file": not stat.S_ISREG(status.mode),
+            "a file with a name": status.nlink != 0,
+            f"of uid {status.uid}": status.uid != os.geteuid(),
+            f"of mode {status.mode & 0o7777:o}": status.mode & 0o7777 != FILE_MODE,
+            "on another file system": status.device != self.device,
         }
         found = [flaw for flaw, is_so in flaws.items() if is_so]
         if found:
             raise ForeignFile(f"it is {', '.join(found)}")
         flags = os.O_RDWR | (os.O_DIRECT if self.direct else 0)
-        return self._file(self._io.open(f"/proc/self/fd/{path_fd}", flags, 0), quota)
+        fd = self._io.open(f"/proc/self/fd/{path_fd}", flags, 0)
+        try:
+            check_owner(fd, user)
+        except NotTheOwner as error:
+            os.close(fd)
+            raise ForeignFile(str(error)) from None
+        return self._file(fd, quota)
 
     def free_bytes(self) -> int:
         """What its file system has free for users."""
@@ -158,12 +179,15 @@ class Directory:
         """A nameless file. Where O_TMPFILE works, nobody can give it a name either (O_EXCL)."""
         flags = os.O_RDWR | (os.O_DIRECT if direct else 0)
         try:
-            return self._io.open(self.path, flags | os.O_TMPFILE | os.O_EXCL, FILE_MODE)
+            fd = self._io.open(self.path, flags | os.O_TMPFILE | os.O_EXCL, FILE_MODE)
+            os.fchmod(fd, FILE_MODE)  # whatever the umask is
+            return fd
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
                 raise
         fd, name = tempfile.mkstemp(prefix=FILE_PREFIX, dir=self.path)
         try:
+            os.fchmod(fd, FILE_MODE)
             return self._io.open(name, flags, 0)
         finally:
             os.unlink(name)

@@ -5,12 +5,18 @@ Every function here raises ``OSError`` on failure and tries again after a signal
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-# Linux constants that Python 3.11 lacks (mman.h, fs.h).
+# Linux constants that Python 3.11 lacks (mman.h, fs.h, fcntl.h, stat.h).
+_F_GET_SEALS = 1034
+_AT_EMPTY_PATH = 0x1000
+_AT_STATX_DONT_SYNC = 0x4000
+_STATX_BASIC_STATS = 0x7FF
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
@@ -33,7 +39,33 @@ _libc.mmap.argtypes = [
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-def _call(function: Callable[..., Any], *args: int | None) -> None:
+class _Statx(ctypes.Structure):
+    """``struct statx`` (statx(2)), with a place for what later kernels add."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint32) for name in ("mask", "blksize")),
+        ("attributes", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in ("nlink", "uid", "gid")),
+        ("mode", ctypes.c_uint16),
+        ("spare", ctypes.c_uint16),
+        *((name, ctypes.c_uint64) for name in ("ino", "size", "blocks", "attributes_mask")),
+        ("times", ctypes.c_uint64 * 8),
+        *((name, ctypes.c_uint32) for name in ("rdev_major", "rdev_minor")),
+        *((name, ctypes.c_uint32) for name in ("dev_major", "dev_minor")),
+        ("more", ctypes.c_uint64 * 32),
+    )
+
+
+_libc.statx.argtypes = [
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_int,
+    ctypes.c_uint,
+    ctypes.POINTER(_Statx),
+]
+
+
+def _call(function: Callable[..., Any], *args: object) -> None:
     while function(*args) != 0:
         code = ctypes.get_errno()
         if code != errno.EINTR:
@@ -56,6 +88,38 @@ def write_back(fd: int, offset: int, length: int) -> None:
         if error.errno != errno.ENOSYS:  # sandboxes without it, such as gVisor
             raise
         os.fdatasync(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the kernel has in memory about a file."""
+
+    mode: int
+    nlink: int
+    uid: int
+    device: int
+    number: int
+
+
+def stat_known(fd: int) -> Known:
+    """What is known of a file without asking its file system, which may never answer (statx(2)).
+
+    For files on this machine's own file systems it is as true as fstat(2).
+    """
+    buffer = _Statx()
+    flags = _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC
+    _call(_libc.statx, fd, b"", flags, _STATX_BASIC_STATS, ctypes.byref(buffer))
+    device = os.makedev(buffer.dev_major, buffer.dev_minor)
+    return Known(buffer.mode, buffer.nlink, buffer.uid, device, buffer.ino)
+
+
+def is_memfd(fd: int) -> bool:
+    """Whether it is a memfd, or another file that is only memory; asks no file system."""
+    try:
+        fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError:
+        return False
+    return True
 
 
 def map_shared(fd: int, size_bytes: int) -> int:

@@ -180,17 +180,20 @@ class Tenant:
         if self._closed is not None and not self._jobs and self._rings.closed:
             self._closed()
 
-    def free(self, *, discard: bool) -> None:
+    def free(self, *, discard: bool = True) -> None:
         """Unmap and close everything, after :meth:`close` has called back. Slow; in any thread.
 
         Args:
-            discard: The client has gone for good: free its disk space even if a process that it
-                forked holds the files.
+            discard: Free its disk space even if somebody still holds the files.
         """
         with ExitStack() as rest:
             for file in self.files:
                 rest.callback(file.scratch.close, discard=discard)
             self._mapping.close()
+
+    def unmap(self) -> None:
+        """As :meth:`free`, but the files stay open and counted: they are the caller's."""
+        self._mapping.close()
 
     def _write(self, request: Write) -> None:
         file = self._check(request)

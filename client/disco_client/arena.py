@@ -6,10 +6,12 @@ once they are backed. Which bytes hold what is decided in :mod:`disco_client.res
 """
 
 import ctypes
+import errno
 import fcntl
 import logging
 import mmap
 import os
+import resource
 import weakref
 
 from disco_client.errors import ArenaFull
@@ -73,7 +75,7 @@ class Arena:
         except OSError as error:
             os.close(self.fd)
             raise ArenaFull(
-                f"an arena of {format_size(self.size_bytes)} cannot be made ({error.strerror}); "
+                f"an arena of {format_size(self.size_bytes)} cannot be made ({_reason(error)}); "
                 "set a smaller one (DISCOD_ARENA or connect(arena=...))"
             ) from error
         self.view = memoryview(whole).cast("B")
@@ -112,6 +114,17 @@ class Arena:
             os.close(self.fd)
             self.fd = -1
             self.view = memoryview(b"")
+
+
+def _reason(error: OSError) -> str:
+    """With the limit that a memfd, which is a file too, is over."""
+    if error.errno != errno.EFBIG:
+        return error.strerror or str(error)
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return (
+        f"{error.strerror}: this process may have no file over {format_size(limit_bytes)}, by "
+        "RLIMIT_FSIZE; see ulimit -f"
+    )
 
 
 def _map_aligned(fd: int, size_bytes: int) -> tuple[int, "ctypes.Array[ctypes.c_char]"]:

@@ -29,6 +29,7 @@ DAEMON = {
     "DISCOD_CHUNK",
     "DISCOD_CHECKSUM",
     "DISCOD_LOG_LEVEL",
+    "DISCOD_ALLOW_GROUP",
     "DISCOD_EXIT_IDLE",
 }
 """Read by a daemon that is started here, which inherits this environment."""

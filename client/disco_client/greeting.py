@@ -19,6 +19,7 @@ from disco_client.errors import (
     UsageError,
     VersionMismatch,
 )
+from disco_client.trust import check_path, check_peer, describe_refusal
 from discod.wire import PROTOCOL_VERSION
 from discod.wire.codec import WireError
 from discod.wire.fds import receive_message, send_message
@@ -92,6 +93,9 @@ class Greeting:
         except (OSError, WireError) as error:
             self._lifeline.close()
             raise self._silent(error) from error
+        except BaseException:
+            self._lifeline.close()
+            raise
         if isinstance(reply, Refused):
             self._lifeline.close()
             raise AttachRefused(reply.text)
@@ -104,13 +108,9 @@ class Greeting:
 
     def _connect(self) -> None:
         try:
-            owner = os.stat(self.path).st_uid
-            if owner not in (0, os.geteuid()):
-                raise SocketForbidden(
-                    f"socket {self.path} belongs to uid {owner}, not to root or uid "
-                    f"{os.geteuid()}: not connecting to it"
-                )
+            owner = check_path(self.path)
             self._lifeline.connect(str(self.path))
+            check_peer(self._lifeline, self.path, owner)
         except SocketForbidden:
             raise
         except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
@@ -122,8 +122,10 @@ class Greeting:
             ) from None
         except PermissionError:
             raise SocketForbidden(
-                f"no permission for socket {self.path} (uid {os.geteuid()}): run the trainer as "
-                "the daemon's user, or start a daemon of your own with connect(scratch=DIR)"
+                f"no permission for socket {self.path} (uid {os.geteuid()}): "
+                f"{describe_refusal(self.path)}. Run the trainer as the daemon's user, start the "
+                "daemon with --allow-group and a group that this user is in, or start a daemon of "
+                "your own with connect(scratch=DIR)"
             ) from None
 
     def _receive_welcome(self) -> Welcome:

@@ -2,7 +2,11 @@
 
 A request is kept here until it is answered, because ZeroMQ loses messages silently when a peer
 dies; after a re-attach all that is unanswered is sent again under the new daemon's epoch. Every
-request is idempotent, so sending one twice does no harm.
+request is idempotent, so sending one twice does no harm. It is made anew for that: what was true of
+the scratch file when it was sent first need not be true any more.
+
+The daemon is lost when its end of the lifeline closes, and also when the I/O connection alone
+breaks (:mod:`disco_client.io_connection`).
 
 The link is not thread-safe: :mod:`disco_client.session` serialises all calls but :meth:`wait` and
 :meth:`wake`. What is sent, and what answers mean, is decided there.
@@ -14,25 +18,19 @@ import logging
 import os
 import select
 import time
-from collections.abc import Callable, Iterator
-
-import zmq
+from collections.abc import Callable
 
 from disco_client.errors import DaemonError, DaemonLost, DaemonNotRunning
 from disco_client.greeting import HANDSHAKE_SECONDS, Greeting
-from discod.wire.codec import WireError, decode, encode
-from discod.wire.messages import Done, Failed, Ping, Reply, Request
+from disco_client.io_connection import IoConnection
+from discod.wire.fds import send_message
+from discod.wire.messages import Detach, Ping, Reply, Request
 
 BRIEF_SECONDS = 0.1
 """For an attach message, while the caller can go on without the daemon."""
 
 RETRY_SECONDS = 0.05
 """Between attempts to re-attach."""
-
-# Plain ints: the enums cost microseconds in each call.
-_DONTWAIT = int(zmq.DONTWAIT)
-_EVENTS = int(zmq.EVENTS)
-_POLLIN = int(zmq.POLLIN)
 
 Answer = Callable[[Reply], None]
 
@@ -41,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(slots=True)
 class _Pending:
-    request: Request
+    make: Callable[[int, int], Request]
     answer: Answer
 
 
@@ -85,17 +83,15 @@ class Link:
         self._next_seq = 0
         self._scratch_fds: list[int] = []
         self._lost_since: float | None = None
-        self._next_attempt = 0.0
+        self._next_attempt = self._next_brief = 0.0
         self._failure: DaemonError | None = None
         self._last_word = time.monotonic()
         self._asked_at: float | None = None
-        self._context = zmq.Context()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
             self._open(greeting)
         except BaseException:
             os.close(self._wake_fd)
-            self._context.term()
             raise
 
     @property
@@ -104,13 +100,15 @@ class Link:
         return self._lost_since is not None
 
     def request(self, make: Callable[[int, int], Request], answer: Answer) -> int:
-        """Send ``make(seq, epoch)``; ``answer`` gets its reply from :meth:`drain`. Returns seq."""
+        """Send ``make(seq, epoch)``; ``answer`` gets its reply from :meth:`drain`. Returns seq.
+
+        ``make`` is called again for each daemon that it is sent to.
+        """
         seq = self._next_seq
         self._next_seq += 1
-        request = make(seq, self._epoch)
-        self._pending[seq] = _Pending(request, answer)
+        self._pending[seq] = _Pending(make, answer)
         if not self.lost:
-            self._dealer.send(encode(request), _DONTWAIT)
+            self._send(seq)
         return seq
 
     def enroll(self, number: int, make: Callable[[int, int], Request], answer: Answer) -> bool:
@@ -131,7 +129,7 @@ class Link:
         """Hand over all replies that are there, without waiting. True when there was any."""
         if self.lost:
             return False
-        replies = list(self._received())
+        replies = list(self._io.received())
         # ZeroMQ reconnects by itself: these may be a new daemon's, which does not know us yet and
         # refuses. The old one's end is seen on the lifeline before that. All is sent again.
         if not replies or self._hung_up():
@@ -152,8 +150,8 @@ class Link:
         poller = select.poll()
         poller.register(self._wake_fd, select.POLLIN)
         if not self.lost:
-            poller.register(self._dealer_fd, select.POLLIN)
-            poller.register(self._lifeline.fileno(), select.POLLIN)
+            for fd in (*self._io.fds, self._lifeline.fileno()):
+                poller.register(fd, select.POLLIN)
         poller.poll(max(0.0, timeout) * 1000)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
@@ -174,7 +172,7 @@ class Link:
         """
         now = time.monotonic()
         if self._lost_since is None and self._hung_up():
-            _log.warning("the daemon on %s is gone; waiting for a new one", self.socket_dir)
+            _log.warning("the daemon on %s has hung up; attaching again", self.socket_dir)
             self._lost_since = now
             self._close_connection()
         if self._lost_since is not None:
@@ -191,17 +189,28 @@ class Link:
         return RETRY_SECONDS if self.lost else 1.0
 
     def close(self) -> None:
-        """Detach. The kernel then tells the daemon, which frees everything of this client."""
+        """Detach for good: the daemon frees everything of this client."""
+        if self.lost:
+            # One that is still there keeps the files until it hears of us, or this process ends.
+            with contextlib.suppress(DaemonError, OSError):
+                self._open(Greeting(self.socket_dir, BRIEF_SECONDS))
         if not self.lost:
+            with contextlib.suppress(OSError):  # it is gone, and so is what it had
+                send_message(self._lifeline, Detach())
             self._close_connection()
         for fd in (*self._scratch_fds, self._wake_fd):
             os.close(fd)
         self._scratch_fds = []
-        self._context.term()
 
     def abandon(self) -> None:
-        """After fork, in the child: drop the copy of the lifeline; touch nothing of ZeroMQ."""
+        """After fork, in the child: drop the copies of fds; touch nothing of ZeroMQ.
+
+        A child that held the scratch files would keep their space after the end of its parent.
+        """
         self._lifeline.close()
+        for fd in self._scratch_fds:
+            os.close(fd)
+        self._scratch_fds = []
 
     def _open(self, greeting: Greeting) -> None:
         """Attach (or resume) through ``greeting`` and send all that is unanswered."""
@@ -210,38 +219,31 @@ class Link:
         )
         if not self._scratch_fds:
             self._scratch_fds = fds
+        try:
+            self._io = IoConnection(greeting.io_path, identity)
+        except BaseException:
+            lifeline.close()
+            raise
         self._lifeline = lifeline
         self._epoch = greeting.welcome.epoch
-        self._dealer = self._context.socket(zmq.DEALER)
-        self._dealer.set(zmq.IDENTITY, identity)
-        self._dealer.set(zmq.LINGER, 0)
-        self._dealer.set(zmq.SNDHWM, 0)
-        self._dealer.set(zmq.RCVHWM, 0)
-        self._dealer.connect(f"ipc://{greeting.io_path}")
-        self._dealer_fd: int = self._dealer.FD
         self._lost_since = None
         self._last_word = time.monotonic()
         self._asked_at = None
         for enrolment in self._enrolments.values():
             self._pending.pop(enrolment.seq, None)
-        unanswered = list(self._pending.values())
+        unanswered = list(self._pending)
         for enrolment in self._enrolments.values():
             enrolment.seq = self.request(enrolment.make, enrolment.answer)
-        for pending in unanswered:
-            pending.request = dataclasses.replace(pending.request, epoch=self._epoch)
-            self._dealer.send(encode(pending.request), _DONTWAIT)
+        for seq in unanswered:
+            self._send(seq)
 
-    def _received(self) -> Iterator[Reply]:
-        # Asked first: the exception of an empty socket costs ten times as much.
-        while int(self._dealer.getsockopt(_EVENTS)) & _POLLIN:
-            try:
-                yield decode(self._dealer.recv(_DONTWAIT), Done, Failed)
-            except zmq.Again:
-                return
-            except WireError as error:
-                _log.warning("dropped a message of the daemon: %s", error)
+    def _send(self, seq: int) -> None:
+        self._io.send(self._pending[seq].make(seq, self._epoch))
 
     def _hung_up(self) -> bool:
+        """Whether the daemon has closed the lifeline, or the I/O connection is not what it was."""
+        if self._io.broken:
+            return True
         try:
             return not self._lifeline.recv(1)
         except BlockingIOError:
@@ -251,29 +253,34 @@ class Link:
 
     def _close_connection(self) -> None:
         self._lifeline.close()
-        self._dealer.close(linger=0)
+        self._io.close()
 
     def _try_again(self, now: float, away: float, *, blocked: bool) -> DaemonError | None:
         """Try to re-attach, when it is time to; why it did not succeed the last time."""
-        if now < self._next_attempt:
+        if now < (self._next_attempt if blocked else self._next_brief):
             return self._failure
         self._failure = None
         try:
             self._restart()
             timeout = HANDSHAKE_SECONDS if blocked else BRIEF_SECONDS
             self._open(Greeting(self.socket_dir, timeout))
-            _log.warning("attached to a new daemon on %s after %.1f s", self.socket_dir, away)
+            _log.warning("attached to a daemon on %s again after %.1f s", self.socket_dir, away)
         except DaemonError as error:
             self._failure = _without_frames(error)
+        except OSError as error:  # zmq's are such too
+            self._failure = DaemonLost(
+                f"this process could not attach to the daemon on {self.socket_dir} again: {error}"
+            )
+        ended = time.monotonic()
+        self._next_attempt = ended + RETRY_SECONDS
         # A daemon that accepts and does not answer must not slow down calls that can do without.
-        took = time.monotonic() - now
-        self._next_attempt = now + took + max(RETRY_SECONDS, 20 * took)
+        self._next_brief = ended + max(RETRY_SECONDS, 20 * (ended - now))
         return self._failure
 
     def _give_up(self, failure: DaemonError, away: float) -> None:
         """Raise when a caller that is blocked should not wait any longer."""
         if not isinstance(failure, DaemonNotRunning | DaemonLost):
-            raise type(failure)(*failure.args)  # a copy: this one is kept
+            raise _without_frames(failure)
         if away > self.reconnect_timeout:
             raise DaemonLost(
                 f"the daemon on {self.socket_dir} went away and was not back within "
@@ -299,9 +306,5 @@ class Link:
 
 
 def _without_frames(error: DaemonError) -> DaemonError:
-    """``error``, to be kept: its tracebacks would keep the callers' variables, tensors included."""
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
-    return error
+    """The same error, to be kept: a traceback keeps its callers' variables, loaded tensors too."""
+    return type(error)(*error.args)

@@ -70,8 +70,12 @@ class Transfers:
             return
         self._untrimmed = False
         for file in range(len(self._link.directories)):
-            size = self._residency.scratch.high_water_bytes(file)
-            self._link.request(partial(messages.Trim, file=file, size=size), _ignore)
+            self._link.request(partial(self._make_trim, file), _ignore)
+
+    def _make_trim(self, file: int, seq: int, epoch: int) -> messages.Trim:
+        """By what is in use at this moment, which may not be the first one that it is sent at."""
+        size = self._residency.scratch.high_water_bytes(file)
+        return messages.Trim(seq, epoch, file, size)
 
     def _start(self, start: StartWrite | StartRead) -> None:
         transfer = _Transfer(

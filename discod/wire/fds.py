@@ -7,7 +7,7 @@ packet turns out to be no use.
 import array
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, overload
 
 from discod.wire.codec import MAX_MESSAGE_BYTES, WireError, decode, encode
@@ -16,8 +16,16 @@ from discod.wire.messages import Message
 MAX_FDS = 64
 """Most fds in one packet: the arena and one scratch file per directory."""
 
+Close = Callable[[Iterable[int]], None]
+
 M = TypeVar("M", bound=Message)
 N = TypeVar("N", bound=Message)
+
+
+def close_all(fds: Iterable[int]) -> None:
+    """Close them all."""
+    for fd in fds:
+        os.close(fd)
 
 
 def send_message(connection: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
@@ -26,25 +34,46 @@ def send_message(connection: socket.socket, message: Message, fds: Sequence[int]
 
 
 @overload
-def receive_message(connection: socket.socket, one: type[M], /) -> tuple[M, list[int]]: ...
+def receive_message(
+    connection: socket.socket, one: type[M], /, *, close: Close = ...
+) -> tuple[M, list[int]]: ...
 @overload
 def receive_message(
-    connection: socket.socket, one: type[M], other: type[N], /
+    connection: socket.socket, one: type[M], other: type[N], /, *, close: Close = ...
 ) -> tuple[M | N, list[int]]: ...
-def receive_message(connection: socket.socket, /, *expected: type[Any]) -> tuple[Any, list[int]]:
+def receive_message(
+    connection: socket.socket, /, *expected: type[Any], close: Close = close_all
+) -> tuple[Any, list[int]]:
     """The next packet's message, of one of the ``expected`` classes, and its fds (now yours).
+
+    Args:
+        connection: Where it comes from.
+        expected: What it may be.
+        close: Closes the fds of a packet that is no use. Of a peer that is not to be trusted, it
+            must not wait for that: the file system of a foreign fd may never answer.
 
     Raises:
         ConnectionResetError: The peer closed the connection.
         WireError: The packet breaks the protocol; its fds are closed.
         OSError: As ``recvmsg`` raises, ``TimeoutError`` and ``BlockingIOError`` among them.
     """
-    data, fds = receive_packet(connection)
+    data, fds = receive_packet(connection, close)
     try:
         return decode(data, *expected), fds
     except WireError:
-        _close(fds)
+        close(fds)
         raise
+
+
+def receive_alone(connection: socket.socket, one: type[M]) -> M:
+    """As :func:`receive_message`, for a message without fds: the kernel drops those that are
+    there."""
+    data, _, flags, _ = connection.recvmsg(MAX_MESSAGE_BYTES + 1)
+    if not data:
+        raise ConnectionResetError("the peer closed the connection")
+    if flags & socket.MSG_TRUNC:
+        raise WireError("packet truncated")
+    return decode(data, one)
 
 
 def send_packet(connection: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
@@ -55,7 +84,7 @@ def send_packet(connection: socket.socket, data: bytes, fds: Sequence[int] = ())
     connection.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
 
 
-def receive_packet(connection: socket.socket) -> tuple[bytes, list[int]]:
+def receive_packet(connection: socket.socket, close: Close = close_all) -> tuple[bytes, list[int]]:
     """The next packet and its fds (now yours). Raises as :func:`receive_message` does."""
     space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
     data, ancillary, flags, _ = connection.recvmsg(
@@ -71,11 +100,6 @@ def receive_packet(connection: socket.socket) -> tuple[bytes, list[int]]:
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise WireError("packet or fds truncated")
     except (ConnectionResetError, WireError):
-        _close(fds)
+        close(fds)
         raise
     return data, list(fds)
-
-
-def _close(fds: Iterable[int]) -> None:
-    for fd in fds:
-        os.close(fd)

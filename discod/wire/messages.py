@@ -7,6 +7,8 @@ packet a message, some with fds:
 2. client: :class:`Attach` with the arena's memfd (and, to resume, its scratch fds);
    daemon: :class:`Attached` with one ``O_PATH`` fd per scratch file, or :class:`Refused` and close.
 3. The connection then stays open and silent: it is the lifeline.
+4. client: :class:`Detach` and close, when it goes for good. A lifeline that closes without it,
+   while its process lives, is that of a client that will resume.
 
 ``discod status`` sends :class:`StatusRequest` in place of step 2 and gets :class:`StatusReply`.
 
@@ -96,6 +98,11 @@ class Refused:
     """Daemon: the attach is refused; the connection closes. ``text`` has fact and remedy."""
 
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """Client, on its lifeline: it will not come back, and what it has on disk is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +282,9 @@ RingRequest = OpenRing | CloseRing | CopyOut | CopyIn
 Request = Write | Read | Promote | Cancel | Trim | Ping | RingRequest
 Reply = Done | Failed
 Message = (
-    Hello | Welcome | Attach | Attached | Refused | StatusRequest | StatusReply | Request | Reply
+    (Hello | Welcome | Attach | Attached | Refused | Detach)
+    | (StatusRequest | StatusReply)
+    | (Request | Reply)
 )
 
 VERBS: dict[int, type[Message]] = {
@@ -286,6 +295,7 @@ VERBS: dict[int, type[Message]] = {
     5: Refused,
     6: StatusRequest,
     7: StatusReply,
+    8: Detach,
     16: Write,
     17: Read,
     18: Promote,

@@ -16,8 +16,8 @@ import disco_client
 from discod.wire.sizes import format_size
 from tests.gpu.bench import Bench, Row, guarded, left_out, missing_transports, name_of, transports
 from tests.gpu.llama import Apply, Shape, Task, plain
-from tests.gpu.plot import Curve, Panel, svg
 from tests.gpu.timing import seconds_of
+from tests.helpers.plot import Curve, Panel, svg
 
 BUDGET_BYTES = 4 << 30
 """Of GPU memory, weights and gradients included: small, so that no step takes long."""

@@ -1,5 +1,6 @@
 """The wire protocol by hand: a client without any of ``disco_client``, for tests of the daemon."""
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -16,6 +17,7 @@ from discod.wire.fds import receive_message, send_message
 from discod.wire.messages import (
     Attach,
     Attached,
+    Detach,
     Done,
     Failed,
     Hello,
@@ -166,9 +168,11 @@ class RawClient:
         self.lifeline.close()
 
     def close(self) -> None:
-        """Hang up and close everything; idempotent."""
+        """Say that it will not come back, and close everything; idempotent."""
         if self.arena.closed:
             return
+        with contextlib.suppress(OSError):  # the daemon has gone, or was hung up on
+            send_message(self.lifeline, Detach())
         self.detach()
         self.context.destroy(linger=0)
         self.arena.close()

@@ -15,7 +15,8 @@ import pytest
 
 from discod.exits import Exit
 from discod.server import DRAIN_SECONDS
-from discod.wire.messages import Done, Ping, Read, Refused, Reply, Write
+from discod.wire.fds import send_message
+from discod.wire.messages import Attach, Done, Ping, Read, Refused, Reply, Write
 from discod.wire.paths import ATTACH_SOCKET, IO_SOCKET
 from tests.helpers.daemon import Daemon, eventually, shm_entries
 from tests.helpers.raw_client import MIB, RawClient, attach, greet, make_arena
@@ -78,6 +79,7 @@ class TestClients:
         began = time.monotonic()
         try:
             eventually(lambda: len(daemon.status()["clients"]) == 1)
+            eventually(lambda: not daemon.status()["disk_used_bytes"])
             assert time.monotonic() - began < 1.0
             status = daemon.status()
             assert status["ram_used_bytes"] == 16 * MIB
@@ -93,7 +95,7 @@ class TestClients:
     def test_disk_space_comes_back_though_a_child_holds_the_file(
         self, daemon: Daemon, raw_client: Connect
     ) -> None:
-        """Dataloader workers that outlive the trainer would hold its disk space."""
+        """Dataloader workers that outlive the trainer's attachment would hold its disk space."""
         client = raw_client(daemon)
         assert isinstance(client.write(0, 0, 8 * MIB), Done)
         held = os.dup(client.files[0])
@@ -103,22 +105,54 @@ class TestClients:
         os.close(held)
 
     def test_hung_up_on(self, daemon: Daemon, raw_client: Connect) -> None:
-        """A client that the daemon hung up on could not come back with its data."""
+        """A client that breaks the protocol could not come back, or would keep what it has."""
         client = raw_client(daemon)
-        client.arena[:MIB] = data = os.urandom(MIB)
+        client.arena[:MIB] = os.urandom(MIB)
         token = client.write(0, 0, MIB).checksum
         client.dealer.send(b"garbage")
         assert client.lifeline.recv(1) == b""
+        eventually(lambda: daemon.status()["disk_used_bytes"] == 0)
+        assert os.fstat(client.files[0]).st_blocks == 0, "its fd keeps space that nobody counts"
+        client.detach()
+        client.attach(daemon.socket_dir)
+        assert client.read(0, 0, MIB, token).kind == "io"
+        assert isinstance(client.write(0, 0, MIB), Done)
+
+    def test_hangs_up_and_comes_back(self, daemon: Daemon, raw_client: Connect) -> None:
+        """A client that had lost its I/O connection alone would find its file emptied."""
+        client = raw_client(daemon)
+        client.arena[:MIB] = data = os.urandom(MIB)
+        token = client.write(0, 0, MIB).checksum
         client.detach()
         client.attach(daemon.socket_dir)
         client.arena[:MIB] = bytes(MIB)
         assert isinstance(client.read(0, 0, MIB, token), Done)
         assert client.arena[:MIB] == data
 
+    def test_gives_up_an_attach_and_tries_again(self, daemon: Daemon, raw_client: Connect) -> None:
+        """On a busy node the answer comes too late: the file would be emptied, or be said to be
+        another client's, and the training end."""
+        client = raw_client(daemon)
+        client.arena[:MIB] = data = os.urandom(MIB)
+        token = client.write(0, 0, MIB).checksum
+        client.detach()
+        whole = Attach(client.arena_bytes, -1, "test", True)
+        for _ in range(20):
+            lifeline, _ = greet(daemon.socket_dir)
+            send_message(lifeline, whole, [client.arena_fd, *client.files])
+            lifeline.close()
+        client.attach(daemon.socket_dir)
+        client.arena[:MIB] = bytes(MIB)
+        assert isinstance(client.read(0, 0, MIB, token), Done)
+        assert client.arena[:MIB] == data
+        eventually(lambda: len(daemon.status()["clients"]) == 1)
+        assert daemon.status()["ram_used_bytes"] == client.arena_bytes
+
     def test_lost_its_io_connection(self, daemon: Daemon, raw_client: Connect) -> None:
         """A client whose answers cannot be delivered would wait for them for ever."""
         client = raw_client(daemon, 64 * MIB)
-        assert isinstance(client.write(0, 0, 64 * MIB), Done)
+        client.arena[: 64 * MIB] = data = os.urandom(64 * MIB)
+        token = client.write(0, 0, 64 * MIB).checksum
         for _ in range(20):
             client.send(Write, file=0, offset=0, slot=0, length=64 * MIB)
         eventually(lambda: daemon.status()["clients"][0]["in_flight"] > 10)
@@ -126,7 +160,9 @@ class TestClients:
         assert client.lifeline.recv(1) == b""
         client.detach()
         client.attach(daemon.socket_dir)
-        assert isinstance(client.read(0, 0, 64 * MIB), Done)
+        client.arena[: 64 * MIB] = bytes(64 * MIB)
+        assert isinstance(client.read(0, 0, 64 * MIB, token), Done)
+        assert client.arena[: 64 * MIB] == data
 
     def test_back_while_its_io_is_in_flight(self, start_daemon: Start, raw_client: Connect) -> None:
         """Two tenants would have the same file, or the client be turned away for good."""
@@ -148,20 +184,20 @@ class TestClients:
 class TestFds:
     def test_none_left(self, start_daemon: Start, raw_client: Connect, socket_dir: Path) -> None:
         """Out of fds the daemon would die, spin, or never accept anybody again."""
-        daemon = start_daemon(prefix=["prlimit", "--nofile=40:40"])
+        daemon = start_daemon(prefix=["prlimit", "--nofile=128:128"])
         client = raw_client(daemon)
         assert isinstance(client.ask(Ping), Done)
         crowd = []
         for _ in range(60):
             crowd.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             crowd[-1].connect(str(socket_dir / ATTACH_SOCKET))
-        eventually(lambda: "attaches wait" in daemon.log)
+        eventually(lambda: "attaches are unfinished" in daemon.log)
         assert isinstance(client.write(0, 0, MIB), Done), "those who are in must be served"
-        assert daemon.log.count("attaches wait") == 1
+        late = raw_client(daemon)
+        assert isinstance(late.write(0, 0, MIB), Done), "the crowd keeps others out"
+        assert daemon.log.count("attaches are unfinished") == 1
         for connection in crowd:
             connection.close()
-        late = raw_client(daemon)
-        assert isinstance(late.write(0, 0, MIB), Done)
 
 
 class TestResume:
@@ -188,6 +224,28 @@ class TestResume:
         assert client.write(1 << 40, 0, 4096).kind == "disk-full"
         client.close()
         eventually(lambda: second.status()["disk_used_bytes"] == 0)
+
+    def test_when_others_have_taken_the_memory(
+        self, start_daemon: Start, raw_client: Connect
+    ) -> None:
+        """A restart between two jobs would end the first one: it has its memory all along."""
+        first = start_daemon("--ram", "32MiB")
+        client = raw_client(first, 16 * MIB)
+        first.kill()
+        second = start_daemon("--ram", "32MiB")
+        others = [raw_client(second, 16 * MIB) for _ in range(2)]
+        client.detach()
+        client.attach(second.socket_dir)
+        assert isinstance(client.ask(Ping), Done)
+        assert second.status()["ram_used_bytes"] == 48 * MIB
+        lifeline, _, reply, _ = attach(second.socket_dir, MIB, [fd := make_arena(MIB)])
+        lifeline.close()
+        os.close(fd)
+        assert isinstance(reply, Refused), "what is over the budget must count"
+        client.close()
+        for other in others:
+            other.close()
+        eventually(lambda: second.status()["ram_used_bytes"] == 0)
 
     def test_with_several_directories_in_another_order(
         self, start_daemon: Start, raw_client: Connect, tmp_path: Path
@@ -240,13 +298,14 @@ class TestResume:
     def test_with_more_files_than_directories(self, daemon: Daemon) -> None:
         """A daemon started with fewer --scratch would serve half of the client's blobs."""
         arena = make_arena(MIB)
-        fds = [os.open(daemon.scratch, os.O_TMPFILE | os.O_RDWR, 0o600) for _ in range(2)]
+        open_fds = [os.open(daemon.scratch, os.O_TMPFILE | os.O_RDWR, 0o600) for _ in range(2)]
+        fds = [os.open(f"/proc/self/fd/{fd}", os.O_PATH) for fd in open_fds]
         lifeline, _, reply, _ = attach(daemon.socket_dir, MIB, [arena, *fds], resume=True)
         assert isinstance(reply, Refused)
         assert "2 scratch files" in reply.text
         assert "--scratch" in reply.text
         lifeline.close()
-        for fd in (arena, *fds):
+        for fd in (arena, *fds, *open_fds):
             os.close(fd)
         assert daemon.status()["disk_used_bytes"] == 0
 

@@ -1,8 +1,10 @@
 """Daemons and trainers that die in the middle of a step: nothing is lost, nothing is left."""
 
+import contextlib
 import os
-import select
 import signal
+import socket
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +17,7 @@ import torch
 
 import disco_client
 from disco_client import connection
-from tests.helpers.daemon import shm_entries
+from tests.helpers.daemon import eventually, shm_entries
 from tests.helpers.jobs import Rank, run_job
 from tests.helpers.models import GPT, plain_checkpoint
 from tests.helpers.training import train
@@ -98,7 +100,7 @@ def test_daemon_that_comes_back_later(
 def test_requests_sent_while_nobody_had_noticed(
     daemon: Any, start_daemon: Callable[..., Any], attach: Attach
 ) -> None:
-    """ZeroMQ delivers them to the next daemon, which refuses: that must count as no answer."""
+    """ZeroMQ takes them to the next daemon, which does not know us yet: they must be sent again."""
     attach(arena="8MiB")
     manager = disco_client.DiskOffloadManager()
     tensors = [torch.full((1 << 18,), float(i)) for i in range(12)]
@@ -108,13 +110,47 @@ def test_requests_sent_while_nobody_had_noticed(
     # As if the call had come in the instant before the lifeline's end could be seen.
     with mock.patch.object(type(link), "check", return_value=None):
         handles.append(manager.save_tensor(tensors[7]))  # the watermark: it starts a write
-        start_daemon(scratch=daemon.scratch, socket_dir=daemon.socket_dir)
-        refusal, _, _ = select.select([link._dealer_fd], [], [], 5)
-        assert refusal, "ZeroMQ did not deliver the write to the new daemon"
+        second = start_daemon(scratch=daemon.scratch, socket_dir=daemon.socket_dir)
+        eventually(lambda: "I/O connection" in second.log, what="ZeroMQ's coming to the new daemon")
     handles += [manager.save_tensor(tensor) for tensor in tensors[8:]]
     for handle, tensor in zip(handles, tensors, strict=True):
         manager.wait_for_save(handle, 10)
         assert torch.equal(manager.load_tensor(handle), tensor)
+
+
+def sever_io(daemon: Any) -> int:
+    """Break this process's I/O connections to the daemon, and nothing else; how many."""
+    broken = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+            if one.getpeername() == str(daemon.socket_dir / "io.sock"):
+                one.shutdown(socket.SHUT_RDWR)
+                broken += 1
+    return broken
+
+
+def test_io_connection_breaks_alone(daemon: Any, attach: Attach) -> None:
+    """ZeroMQ connects again without what was in it: the trainer would wait for ever."""
+    attach(arena="4MiB", min_bytes="4KiB")
+    manager = disco_client.DiskOffloadManager()
+    tensors = [torch.full((1 << 18,), float(i)) for i in range(12)]
+    handles = [manager.save_tensor(tensor) for tensor in tensors]
+    os.kill(daemon.pid, signal.SIGSTOP)  # so that requests are under way
+    try:
+        manager.trigger_prefetch()
+        assert sever_io(daemon) == 1
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    began = time.monotonic()
+    for handle, tensor in zip(handles, tensors, strict=True):
+        assert torch.equal(manager.load_tensor(handle), tensor)
+        sever_io(daemon)
+    assert time.monotonic() - began < 5
+    # The last one is noticed at the next call.
+    eventually(lambda: disco_client.stats() and len(daemon.status()["clients"]) == 1)
 
 
 def test_daemon_that_does_not_come_back(daemon: Any, attach: Attach) -> None:

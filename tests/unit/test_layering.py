@@ -38,7 +38,7 @@ RULES = (
         ("discod", "disco_client"),
         ("zmq",),
         "one module on each side speaks ZeroMQ",
-        exempt=("discod.router", "disco_client.link"),
+        exempt=("discod.router", "disco_client.io_connection"),
     ),
     Rule(
         ("discod", "disco_client"),

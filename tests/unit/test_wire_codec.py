@@ -154,6 +154,7 @@ def test_verb_ids_never_change() -> None:
         5: "Refused",
         6: "StatusRequest",
         7: "StatusReply",
+        8: "Detach",
         16: "Write",
         17: "Read",
         18: "Promote",

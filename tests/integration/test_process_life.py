@@ -1,0 +1,321 @@
+"""Faults around a process: other releases, clocks that jump, small limits, silence, Ctrl-C."""
+
+import ast
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import disco_client
+from discod.wire import PROTOCOL_VERSION
+from tests.helpers.daemon import Daemon, eventually
+from tests.helpers.jobs import ROOT
+
+Attach = Callable[..., None]
+OTHER_VERSION = str(ROOT / "tests/helpers/other_version.py")
+TENSORS = [torch.full((1 << 18,), float(i)) for i in range(12)]
+
+
+def save_all(manager: disco_client.DiskOffloadManager) -> list[Any]:
+    """Three times the arena of 4 MiB."""
+    return [manager.save_tensor(tensor) for tensor in TENSORS]
+
+
+def load_all(manager: disco_client.DiskOffloadManager, handles: list[Any]) -> None:
+    for handle, tensor in zip(handles, TENSORS, strict=True):
+        assert torch.equal(manager.load_tensor(handle), tensor)
+
+
+def wait_all(manager: disco_client.DiskOffloadManager, handles: list[Any], timeout: float) -> None:
+    for handle in handles:
+        manager.wait_for_save(handle, timeout=timeout)
+
+
+class TestVersions:
+    def test_newer_daemon_of_the_same_protocol(
+        self, daemon: Daemon, start_daemon: Callable[..., Daemon], attach: Attach
+    ) -> None:
+        """An upgrade of the daemon would have to wait for every job."""
+        attach(arena="4MiB", min_bytes="4KiB")
+        manager = disco_client.DiskOffloadManager()
+        handles = save_all(manager)
+        daemon.terminate()
+        assert daemon.wait() == 0
+        newer = [sys.executable, OTHER_VERSION, "99.1", str(PROTOCOL_VERSION)]
+        second = start_daemon(prefix=newer)
+        assert second.status()["version"] == "99.1"
+        load_all(manager, handles)
+        assert len(second.status()["clients"]) == 1
+
+    def test_another_protocol_at_resume_and_at_attach(
+        self, daemon: Daemon, start_daemon: Callable[..., Daemon], attach: Attach
+    ) -> None:
+        """The trainer would wait for a minute, or misunderstand; the error names both versions."""
+        attach(arena="4MiB", min_bytes="4KiB")
+        manager = disco_client.DiskOffloadManager()
+        handles = save_all(manager)
+        daemon.kill()
+        other = start_daemon(prefix=[sys.executable, OTHER_VERSION, "99.2", "77"], ready=False)
+        eventually(lambda: "serves" in other.log, 20)
+        for what in (
+            lambda: load_all(manager, handles),
+            lambda: disco_client.connect(other.socket_dir),
+        ):
+            began = time.monotonic()
+            with pytest.raises(disco_client.DaemonError) as raised:
+                what()
+            assert time.monotonic() - began < 3
+            assert all(word in str(raised.value) for word in ("99.2", "77", str(PROTOCOL_VERSION)))
+            disco_client.close()
+
+
+class TestClock:
+    def test_nobody_asks_for_the_wall_clock(self) -> None:
+        """A jump of the clock would end waits that go on, or make them last for hours."""
+        forbidden = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime"}
+        for path in [*(ROOT / "discod").rglob("*.py"), *(ROOT / "client").rglob("*.py")]:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                    of_the_clock = node.value.id in ("time", "datetime", "date")
+                    assert not (of_the_clock and node.attr in forbidden), f"{path}:{node.lineno}"
+                if isinstance(node, ast.ImportFrom) and node.module in ("time", "datetime"):
+                    raise AssertionError(f"{path}:{node.lineno} hides what it asks for")
+
+    def test_jumps_of_an_hour(self, attach: Attach) -> None:
+        """The trainer would take its daemon for dead, or wait for it without end."""
+        attach(arena="4MiB", min_bytes="4KiB")
+        manager = disco_client.DiskOffloadManager()
+        real = time.time
+        for jump in (3600, -3600):
+            with mock.patch.object(time, "time", lambda jump=jump: real() + jump):
+                handles = save_all(manager)
+                manager.wait_for_save(handles[0], timeout=10)
+            load_all(manager, handles)
+
+
+class TestTimeouts:
+    def test_wait_for_save_that_is_not_over(self, daemon: Daemon, attach: Attach) -> None:
+        """It would return as if the tensor were saved."""
+        attach(arena="4MiB", min_bytes="4KiB")
+        manager = disco_client.DiskOffloadManager()
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            handles = [manager.save_tensor(tensor) for tensor in TENSORS[:4]]
+            began = time.monotonic()
+            with pytest.raises(TimeoutError) as raised:
+                wait_all(manager, handles, 0.2)
+            assert 0.2 <= time.monotonic() - began < 2
+            assert "0.2 s" in str(raised.value)
+            assert any(str(handle) in str(raised.value) for handle in handles)
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        for handle, tensor in zip(handles, TENSORS, strict=False):
+            manager.wait_for_save(handle, timeout=10)
+            assert torch.equal(manager.load_tensor(handle), tensor)
+
+
+class TestLogs:
+    def test_a_daemon_that_stays_away(
+        self, daemon: Daemon, attach: Attach, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A line for each of thousands of calls would bury the one that says what is wrong."""
+        attach(arena="64MiB", min_bytes="4KiB")
+        manager = disco_client.DiskOffloadManager()
+        handles = [manager.save_tensor(TENSORS[0])]
+        daemon.kill()
+        with caplog.at_level(logging.WARNING):
+            ends = time.monotonic() + 1.5
+            while time.monotonic() < ends:
+                manager.cleanup_tensor(handles.pop())
+                handles.append(manager.save_tensor(TENSORS[1]))
+        assert [record.message.count("hung up") for record in caplog.records] == [1]
+
+    def test_a_daemon_says_each_kind_once_in_a_while(
+        self, daemon: Daemon, raw_client: Callable[..., Any]
+    ) -> None:
+        """A broken client would fill the daemon's log, and the disk."""
+        client = raw_client(daemon)
+        before = len(daemon.log.splitlines())
+        stranger = client.connect(daemon.socket_dir, b"\x01" + bytes(15))
+        for _ in range(200):
+            stranger.send(b"garbage")
+        client.write(0, 0, 4096)
+        stranger.close(linger=0)
+        for _ in range(20):
+            client.read(1 << 40, 0, 4096)  # beyond the end of the file
+        assert len(daemon.log.splitlines()) - before <= 2
+
+
+SMALL = """
+import gc, os, random, sys
+import torch, disco_client
+saves, live = int(sys.argv[2]), int(sys.argv[3])
+disco_client.connect(sys.argv[1], arena=sys.argv[4], min_bytes=1)
+manager = disco_client.DiskOffloadManager()
+chance = random.Random(0)
+held = []
+def count():
+    maps = open("/proc/self/maps").read()
+    return len(os.listdir("/proc/self/fd")), maps.count("memfd:discod")
+for number in range(saves):
+    tensor = torch.full((chance.randint(1, 1024),), float(number))
+    held.append((number, tensor.numel(), manager.save_tensor(tensor)))
+    if number == live:
+        first = count()
+    if len(held) > live:
+        expected, size, handle = held.pop(chance.randrange(len(held)))
+        loaded = manager.load_tensor(handle)
+        assert loaded.numel() == size and bool((loaded == expected).all()), expected
+        manager.cleanup_tensor(handle)
+for expected, size, handle in held:
+    loaded = manager.load_tensor(handle)
+    assert loaded.numel() == size and bool((loaded == expected).all()), expected
+stats = disco_client.stats()
+assert stats.written_bytes > 0 and stats.read_bytes > 0, stats
+last = count()
+assert last == first, (first, last)
+print(stats.saved_blobs, *last)
+"""
+
+
+class TestLimits:
+    @pytest.mark.timeout(4000 if os.environ.get("DISCOD_TEST_LONG") == "1" else 120)
+    def test_many_small_tensors_with_few_fds(self, start_daemon: Callable[..., Daemon]) -> None:
+        """One fd, file or mapping for each would end at the first thousand.
+
+        Nothing needs locked memory either, and what limits there are of it do not matter.
+        DISCOD_TEST_LONG=1: 200 000 saves, of which 20 000 are alive at a time.
+        """
+        long = os.environ.get("DISCOD_TEST_LONG") == "1"
+        limits = ["prlimit", "--nofile=256:256", "--memlock=65536:65536"]
+        daemon = start_daemon(prefix=limits)
+        fds = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+        saves, live = (200_000, 20_000) if long else (1_500, 700)
+        settings = [str(daemon.socket_dir), str(saves), str(live), "32MiB" if long else "2MiB"]
+        command = [sys.executable, "-c", SMALL, *settings]
+        done = subprocess.run(
+            [*limits, *command], cwd=ROOT, capture_output=True, text=True, timeout=3600
+        )
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout.split()[0]) == saves
+        assert done.stderr == ""
+        eventually(lambda: not daemon.status()["clients"])
+        eventually(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) <= fds + 1)
+
+    def test_no_room_for_the_arenas_memory(self, daemon: Daemon) -> None:
+        """A limit on files' sizes, which memfds are too, would be a signal instead of an error."""
+        program = (
+            "import sys, disco_client\n"
+            "try:\n    disco_client.connect(sys.argv[1], arena='64MiB')\n"
+            "except disco_client.ArenaFull as error:\n    print(error)\n"
+        )
+        done = subprocess.run(
+            ["prlimit", f"--fsize={8 << 20}", sys.executable, "-c", program, daemon.socket_dir],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, (done.returncode, done.stderr)
+        assert "64.0 MiB" in done.stdout
+        assert "RLIMIT_FSIZE" in done.stdout
+        assert not daemon.status()["clients"]
+
+
+STEPS = """
+import sys, torch, disco_client
+disco_client.connect(sys.argv[1], arena="4MiB", min_bytes="4KiB")
+layers = [torch.nn.Linear(256, 256) for _ in range(6)]
+phase = "forward"
+def layer(one, x):
+    if phase == sys.argv[2]:
+        print("ready", flush=True)
+    return one(x)
+while True:
+    x = torch.randn(4096, 256, requires_grad=True)
+    phase = "forward"
+    for one in layers:
+        x = disco_client.checkpoint(lambda h, one=one: layer(one, h), x)
+    phase = "backward"
+    x.sum().backward()
+"""
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_ctrl_c(shared_daemon: Daemon, where: str) -> None:
+    """It would hang, or leave something behind that keeps the next run from starting."""
+    for _ in range(1 if where == "forward" else 2):  # and again at once
+        trainer = subprocess.Popen(
+            [sys.executable, "-c", STEPS, str(shared_daemon.socket_dir), where],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "ready\n"
+        began = time.monotonic()
+        trainer.send_signal(signal.SIGINT)
+        _, err = trainer.communicate(timeout=20)  # 0.5 s alone; a busy machine takes some more
+        print(f"the exit took {time.monotonic() - began:.2f} s")
+        assert trainer.returncode in (-signal.SIGINT, 130), err
+        assert "KeyboardInterrupt" in err
+        eventually(lambda: not shared_daemon.status()["clients"], 5)
+        status = shared_daemon.status()
+        assert status["ram_used_bytes"] == status["disk_used_bytes"] == 0
+
+
+def test_crash_and_start_again(daemon: Daemon, tmp_path: Path) -> None:
+    """A trainer in a crash loop would fill memory and disk until nothing starts any more."""
+    program = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from tests.helpers.raw_client import MIB, RawClient\n"
+        "client = RawClient(Path(sys.argv[1]), 16 * MIB)\n"
+        "client.write(0, 0, 16 * MIB)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    fds = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+    for _ in range(20):
+        done = subprocess.run([sys.executable, "-c", program, daemon.socket_dir], cwd=ROOT)
+        assert done.returncode == -signal.SIGKILL
+        eventually(lambda: not daemon.status()["clients"], 1.0)
+        status = daemon.status()
+        assert status["ram_used_bytes"] == status["disk_used_bytes"] == 0
+    assert len(os.listdir(f"/proc/{daemon.pid}/fd")) <= fds + 1
+    assert os.listdir(daemon.scratch) == []
+
+
+def test_exit_while_the_daemon_is_dead(daemon: Daemon) -> None:
+    """ZeroMQ's clean-up waits for messages that nobody takes: the process would never end."""
+    program = (
+        "import os, signal, sys, torch, disco_client\n"
+        "disco_client.connect(sys.argv[1], arena='4MiB', min_bytes='4KiB')\n"
+        "manager = disco_client.DiskOffloadManager()\n"
+        "held = [manager.save_tensor(torch.zeros(1 << 18)) for _ in range(3)]\n"
+        "os.kill(int(sys.argv[2]), signal.SIGKILL)\n"
+        "held += [manager.save_tensor(torch.zeros(1 << 16))]\n"
+        "manager.cleanup()\n"
+        "print('ready', flush=True)\n"
+    )
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", program, str(daemon.socket_dir), str(daemon.pid)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == "ready\n"
+    began = time.monotonic()
+    assert trainer.wait(20) == 0, "it hangs"  # 0.3 s alone; a busy machine takes some seconds
+    print(f"the exit took {time.monotonic() - began:.2f} s")
+    trainer.stdout.close()
