@@ -108,8 +108,6 @@ def draw(seed: int, number: int, kinds: Sequence[Kind]) -> list[Action]:
     count = source.choices((1, 2, 3), (5, 3, 2))[0]
     weights = [WEIGHTS[kind] for kind in kinds]
     return [
-        Action(
-            source.choices(kinds, weights)[0], source.randint(0, MOST_DELAY_MS), source.random()
-        )
+        Action(source.choices(kinds, weights)[0], source.randint(0, MOST_DELAY_MS), source.random())
         for _ in range(count)
     ]

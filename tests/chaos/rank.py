@@ -1,6 +1,6 @@
 """One rank that lives over many steps: it is told each one through a pipe.
 
-Each message is JSON. In: ``{"do": "step", "step": N}``, ``{"do": "settle"}`` or ``{"do": "close"}``.
+Each message is JSON. In: ``{"do": "step", "step": N}``, ``{"do": "settle"}``, ``{"do": "close"}``.
 Out: first ``{"said": "ready", "attach_errors": [...]}``; to a step ``{"said": "step", ...}`` with
 the fingerprint of loss and gradients, or the error that it raised; else ``{"said": "settled"}``,
 when it is attached to the daemon that runs now, and ``{"said": "closed"}``.
@@ -38,6 +38,8 @@ MODEL: dict[str, Any] = {"layers": 6, "width": 64, "length": LENGTH}
 MIN_BYTES = "256KiB"
 ATTACH_SECONDS = 60.0
 """For the first attach, tried again after each error: daemons come and go."""
+
+_log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -169,7 +171,7 @@ def _attach(connect: dict[str, Any]) -> list[str]:
             return errors
         except disco_client.DaemonError as error:
             errors.append(type(error).__name__)
-            logging.warning("attach: %s", error)
+            _log.warning("attach: %s", error)
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)

@@ -78,7 +78,9 @@ class Chaos:
                     self._round(number, actions)
                     self._invariants.check(number)
                 except Exception as error:
-                    error.add_note(f"seed {outcome.seed}, round {number}: {', '.join(map(str, actions))}")
+                    error.add_note(
+                        f"seed {outcome.seed}, round {number}: {', '.join(map(str, actions))}"
+                    )
                     raise
                 outcome.rounds = number
                 for action in actions:
@@ -106,10 +108,7 @@ class Chaos:
         for job in jobs:
             for index in range(len(job.ranks)):
                 self._complete(job, index, allowed)
-        for rank in self._world.all_ranks:
-            rank.tell("settle")
-        for rank in self._world.all_ranks:
-            rank.said()
+        self._world.settle()
 
     def _complete(self, job: Job, index: int, allowed: set[str]) -> None:
         """Until the rank in this place has completed the step, rightly."""

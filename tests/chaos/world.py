@@ -167,6 +167,13 @@ class World:
         form = "plain" if plain else f"{self._ranks_made:04d}"
         return Rank(f"{job.name}-{number}-{form}", settings, self.logs)
 
+    def settle(self) -> None:
+        """Until all ranks are attached to the daemon that runs now."""
+        for rank in self.all_ranks:
+            rank.tell("settle")
+        for rank in self.all_ranks:
+            rank.said()
+
     def replace(self, number: int, *, reclaim: bool = True) -> None:
         """SIGKILL a rank of the second job and start another in its place, which begins.
 
@@ -214,9 +221,7 @@ class World:
 
     def _make_expected(self, ranks: int, others: int) -> None:
         for job, count in ((self.survivors, ranks), (self.victims, others)):
-            processes = [
-                self.make_rank(job, number, count, plain=True) for number in range(count)
-            ]
+            processes = [self.make_rank(job, number, count, plain=True) for number in range(count)]
             try:
                 for rank in processes:
                     for rank.step in range(PERIOD):
