@@ -1,4 +1,4 @@
-"""``python -m tests.chaos``: rounds of chaos, or restarts under load, and a verdict as exit code."""
+"""``python -m tests.chaos``: rounds of chaos, or restarts under load; exit code 1: it failed."""
 
 import random
 import shutil
@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from tests.chaos import report
+from tests.chaos import restarts as restarting
 from tests.chaos.disk import enter_namespace
 from tests.chaos.plan import HARMLESS_TO_A_JOB, SLOW, Kind
 from tests.chaos.rounds import Chaos
@@ -32,6 +33,9 @@ from tests.chaos.world import World
     type=click.Choice([str(kind) for kind in Kind]),
     help="These actions alone.",
 )
+@click.option(
+    "--restarts", type=click.IntRange(1), help="Instead: so many restarts of the daemon under load."
+)
 @click.option("--fast", is_flag=True, help="Without the actions that take seconds.")
 @click.option("--ddp", is_flag=True, help="The survivors as a process group (gloo) under DDP.")
 @click.option("--no-mount", is_flag=True, help="Plain directories, which nothing fills.")
@@ -50,6 +54,7 @@ def main(
     ranks: int,
     others: int,
     only: tuple[str, ...],
+    restarts: int | None,
     fast: bool,
     ddp: bool,
     no_mount: bool,
@@ -68,24 +73,40 @@ def main(
         kinds = [kind for kind in kinds if kind in HARMLESS_TO_A_JOB]
     mount = not no_mount and enter_namespace()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    others = 0 if restarts else others
     try:
         world = World(folder, ranks=ranks, others=others, mount=mount, distributed=ddp)
         mounted = all(disk.mounted for disk in world.disks)
         click.echo(f"seed {seed}; disks are {'ext4' if mounted else 'directories'}; {folder}")
         try:
-            outcome = Chaos(world, seed, kinds, click.echo).run(rounds, minutes * 60)
+            if restarts:
+                failure = _restart(world, seed, restarts, out)
+            else:
+                outcome = Chaos(world, seed, kinds, click.echo).run(rounds, minutes * 60)
+                failure = outcome.failure
+                settings = {"ranks": ranks, "others": others, "ddp": ddp, "ext4": mounted}
+                figures = report.results(outcome, world.counts, settings | {"kinds": kinds})
+                report.write(out, "chaos", figures, report.page(figures))
+                click.echo(report.page(figures))
         finally:
             world.close()
-        settings = {"ranks": ranks, "others": others, "kinds": kinds, "ddp": ddp, "ext4": mounted}
-        figures = report.results(outcome, world.counts, settings)
-        report.write(out, figures)
-        click.echo(report.page(figures))
-        if outcome.failure:
+        if failure:
             shutil.copytree(world.logs, out / f"logs-{seed}", dirs_exist_ok=True)
-            click.echo(f"failed; again with: python -m tests.chaos --replay {seed}", err=True)
+            click.echo(f"failed, and may again with --replay {seed}: {failure}", err=True)
             sys.exit(1)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _restart(world: World, seed: int, count: int, out: Path) -> str:
+    """Restarts under load; what failed, or nothing."""
+    try:
+        figures = restarting.results(restarting.run(world, seed, count, click.echo))
+    except Exception as error:  # noqa: BLE001  whatever it is, the run failed and says why
+        return f"{type(error).__name__}: {error}"
+    report.write(out, "restarts", figures, restarting.page(figures))
+    click.echo(restarting.page(figures))
+    return ""
 
 
 if __name__ == "__main__":

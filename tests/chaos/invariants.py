@@ -5,8 +5,9 @@
 3. *Accounted*: nothing is in flight; the daemon knows the living ranks and no other; its disk and
    memory budgets are the sums over them, and the nameless files occupy what is accounted.
 4. *Nothing left*: fds of each kind, mapped arenas and threads of the daemon are those of a fresh
-   one with as many clients; those of a rank are as after the first step of the first in its place. No name in the scratch
-   directories, and none but the two sockets in theirs; no mapping of /dev/shm.
+   one with as many clients; those of a rank are as after the first step of the first in its place.
+   No name in the scratch directories, and none but the two sockets in theirs; no mapping of
+   /dev/shm.
 5. *No fault of its own*: no traceback in the daemon's log.
 6. *Flat*: over the run, the own memory of daemons and ranks does not grow.
 
@@ -79,17 +80,12 @@ class Invariants:
         self._sample("daemon", number, world.the_daemon.pid)
 
     def check_flat(self) -> dict[str, float]:
-        """Bytes that each process's own memory grew a round; raises when it does grow."""
-        slopes = {}
-        for name, samples in self._samples.items():
-            used = [sample for sample in samples if sample[0] > WARM_UP_ROUNDS]
-            if len(used) < WARM_UP_ROUNDS:
-                continue
-            slopes[name] = slope = _slope(used)
-            grown = slope * (used[-1][0] - used[0][0])
-            if grown > GROWTH_BYTES:
-                raise Broken(f"{name} grew by {slope:.0f} bytes a round, {grown:.0f} in all")
-        return slopes
+        """As :func:`growth`, of each process's own memory."""
+        return {
+            name: growth(name, used)
+            for name, samples in self._samples.items()
+            if len(used := [s for s in samples if s[0] > WARM_UP_ROUNDS]) >= WARM_UP_ROUNDS
+        }
 
     def check_empty(self) -> int:
         """After the end of all ranks: bytes that were not given back, which must be 0."""
@@ -168,10 +164,14 @@ class Invariants:
         self._samples.setdefault(name, []).append((number, holdings(pid).own_bytes))
 
 
-def _slope(samples: list[tuple[int, int]]) -> float:
-    """Of the straight line of least squares."""
+def growth(name: str, samples: list[tuple[int, int]]) -> float:
+    """Bytes a round, of rounds and bytes, by the line of least squares; raises when they grow."""
     count = len(samples)
     x_mean = sum(x for x, _ in samples) / count
     y_mean = sum(y for _, y in samples) / count
     spread = sum((x - x_mean) ** 2 for x, _ in samples)
-    return sum((x - x_mean) * (y - y_mean) for x, y in samples) / spread
+    slope = sum((x - x_mean) * (y - y_mean) for x, y in samples) / spread
+    grown = slope * (samples[-1][0] - samples[0][0])
+    if grown > GROWTH_BYTES:
+        raise Broken(f"{name} grew by {slope:.0f} bytes a round, {grown:.0f} in all")
+    return slope

@@ -1,8 +1,9 @@
 """One rank that lives over many steps: it is told each one through a pipe.
 
-Each message is JSON. In: ``{"do": "step", "step": N}`` or ``{"do": "close"}``. Out: first
-``{"said": "ready", "attach_errors": [...]}``; to a step ``{"said": "step", ...}`` with the
-fingerprint of loss and gradients, or the error that it raised; to close ``{"said": "closed"}``.
+Each message is JSON. In: ``{"do": "step", "step": N}``, ``{"do": "settle"}``, ``{"do": "close"}``.
+Out: first ``{"said": "ready", "attach_errors": [...]}``; to a step ``{"said": "step", ...}`` with
+the fingerprint of loss and gradients, or the error that it raised; else ``{"said": "settled"}``,
+when it is attached to the daemon that runs now, and ``{"said": "closed"}``.
 
 Step N is the same in every process, so that a run without discod tells what it must give:
 parameters go back to the first ones every ``PERIOD`` steps, and all randomness is of the step.
@@ -26,6 +27,7 @@ from torch import nn
 from torch.nn import functional
 
 import disco_client
+from disco_client import connection
 from tests.helpers.models import GPT, plain_checkpoint
 
 PERIOD = 4
@@ -36,6 +38,8 @@ MODEL: dict[str, Any] = {"layers": 6, "width": 64, "length": LENGTH}
 MIN_BYTES = "256KiB"
 ATTACH_SECONDS = 60.0
 """For the first attach, tried again after each error: daemons come and go."""
+
+_log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -122,7 +126,11 @@ def _serve(control: Connection, settings: dict[str, Any]) -> None:
             disco_client.close()
             _say(control, said="closed")
             return
-        _say(control, said="step", **_step(trainer, message["step"]))
+        if message["do"] == "settle":
+            _settle()
+            _say(control, said="settled")
+        else:
+            _say(control, said="step", **_step(trainer, message["step"]))
 
 
 def _step(trainer: Trainer, number: int) -> dict[str, Any]:
@@ -141,6 +149,18 @@ def _step(trainer: Trainer, number: int) -> dict[str, Any]:
     }
 
 
+def _settle() -> None:
+    """A client looks after its daemon when it is called, and not between steps."""
+    deadline = time.monotonic() + ATTACH_SECONDS
+    while True:
+        disco_client.stats()
+        if not connection.current().session.link.lost:
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError("the daemon did not come back")
+        time.sleep(0.005)
+
+
 def _attach(connect: dict[str, Any]) -> list[str]:
     """Attach; the errors that came before it went well."""
     errors: list[str] = []
@@ -151,7 +171,7 @@ def _attach(connect: dict[str, Any]) -> list[str]:
             return errors
         except disco_client.DaemonError as error:
             errors.append(type(error).__name__)
-            logging.warning("attach: %s", error)
+            _log.warning("attach: %s", error)
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)

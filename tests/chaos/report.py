@@ -54,8 +54,8 @@ def page(figures: dict[str, Any]) -> str:
     return "| what | figure |\n|---|---|\n" + "".join(f"| {k} | {v} |\n" for k, v in rows.items())
 
 
-def write(folder: Path, figures: dict[str, Any]) -> None:
-    """Both, into ``folder``."""
+def write(folder: Path, name: str, figures: dict[str, Any], text: str) -> None:
+    """The figures as JSON and the page, into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "chaos.json").write_text(json.dumps(figures, indent=1) + "\n")
-    (folder / "chaos.md").write_text(page(figures))
+    (folder / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(text)

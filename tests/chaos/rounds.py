@@ -108,6 +108,7 @@ class Chaos:
         for job in jobs:
             for index in range(len(job.ranks)):
                 self._complete(job, index, allowed)
+        self._world.settle()
 
     def _complete(self, job: Job, index: int, allowed: set[str]) -> None:
         """Until the rank in this place has completed the step, rightly."""

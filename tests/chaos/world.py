@@ -167,6 +167,13 @@ class World:
         form = "plain" if plain else f"{self._ranks_made:04d}"
         return Rank(f"{job.name}-{number}-{form}", settings, self.logs)
 
+    def settle(self) -> None:
+        """Until all ranks are attached to the daemon that runs now."""
+        for rank in self.all_ranks:
+            rank.tell("settle")
+        for rank in self.all_ranks:
+            rank.said()
+
     def replace(self, number: int, *, reclaim: bool = True) -> None:
         """SIGKILL a rank of the second job and start another in its place, which begins.
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import os
+import signal
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +14,11 @@ import torch
 
 import disco_client
 from disco_client import connection
+from discod.wire.fds import send_message
+from discod.wire.messages import Attach, Done
+from tests.helpers.raw_client import MIB, greet
 
-Attach = Callable[..., None]
+AttachThis = Callable[..., None]
 
 
 class Local:
@@ -71,7 +76,7 @@ def test_an_error_keeps_nothing_of_the_caller(
 
 
 @pytest.mark.usefixtures("no_garbage_collection")
-def test_a_daemon_that_is_away_keeps_nothing_of_the_caller(daemon: Any, attach: Attach) -> None:
+def test_a_daemon_that_is_away_keeps_nothing_of_the_caller(daemon: Any, attach: AttachThis) -> None:
     """While no daemon is there, what a step has let go of is freed: why it is away is kept."""
     attach(arena="2MiB", reconnect_timeout=0)
     link = connection.current().session.link
@@ -83,3 +88,34 @@ def test_a_daemon_that_is_away_keeps_nothing_of_the_caller(daemon: Any, attach: 
 
     assert kept(attempt) is None
     assert link.lost
+
+
+def test_a_resume_that_is_answered_too_late(
+    daemon: Any, start_daemon: Callable[..., Any], raw_client: Callable[..., Any]
+) -> None:
+    """A client that gave up waiting for a frozen daemon finds its data at the next attempt.
+
+    The daemon, thawed, must neither take its hanging up for its end, and empty the files, nor
+    refuse the next attempt because it holds the files for the one before.
+    """
+    client = raw_client(daemon)
+    client.arena[: 4 * MIB] = bytes(range(256)) * (4 * MIB // 256)
+    written = client.write(0, 0, 4 * MIB)
+    client.arena[: 4 * MIB] = bytes(4 * MIB)
+    daemon.kill()
+    client.detach()
+    again = start_daemon(scratch=daemon.scratch, socket_dir=daemon.socket_dir)
+    for _ in range(5):
+        lifeline, _ = greet(daemon.socket_dir)
+        os.kill(again.pid, signal.SIGSTOP)
+        try:
+            attach = Attach(client.arena_bytes, -1, "test", resume=True)
+            send_message(lifeline, attach, [client.arena_fd, *client.files])
+            lifeline.close()
+        finally:
+            os.kill(again.pid, signal.SIGCONT)
+        client.attach(daemon.socket_dir)
+        assert isinstance(client.read(0, 0, 4 * MIB, written.checksum), Done)
+        assert client.arena[: 4 * MIB] == bytes(range(256)) * (4 * MIB // 256)
+        client.arena[: 4 * MIB] = bytes(4 * MIB)
+        client.detach()
