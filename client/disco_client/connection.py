@@ -18,6 +18,7 @@ from disco_client.devices.known import Devices
 from disco_client.errors import DaemonNotRunning, DiscodError, UsageError
 from disco_client.greeting import Greeting
 from disco_client.hooks import Packer
+from disco_client.interrupts import Interrupts
 from disco_client.job import local_ranks
 from disco_client.launch import SETTLE_SECONDS, Launcher
 from disco_client.link import Link
@@ -46,6 +47,7 @@ class Connection:
     store: Store
     packer: Packer
     launcher: Launcher | None
+    interrupts: Interrupts
 
 
 _connection: Connection | None = None
@@ -164,6 +166,7 @@ def close() -> None:
         with contextlib.suppress(DiscodError):  # the daemon is gone, or the session is torn
             summary.finish(connection.session.stats())
         connection.session.close()
+        connection.interrupts.leave()
         if connection.launcher is not None:
             connection.launcher.close()
 
@@ -224,7 +227,9 @@ def _attach(
         limit = devices.limit_bytes
         devices.make("cuda", lambda unit: cuda_over_ipc(session, segment, unit, limit))
     store = Store(session, devices)
-    return Connection(session, store, Packer(store, min_bytes), launcher)
+    interrupts = Interrupts()
+    interrupts.watch()
+    return Connection(session, store, Packer(store, min_bytes), launcher, interrupts)
 
 
 def _greet(socket_dir: Path, launcher: Launcher | None, start_timeout: float) -> Greeting:

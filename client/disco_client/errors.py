@@ -3,9 +3,22 @@
 The text of each gives the fact, the consequence and the remedy. Nothing here knows torch.
 """
 
+from typing import TypeVar
+
+_E = TypeVar("_E", bound=Exception)
+
 
 class DiscodError(Exception):
     """Base of all errors of discod."""
+
+
+def afresh(error: _E) -> _E:
+    """The same error as another object, to be kept, or raised where the first one is kept.
+
+    A raised error has the frames that it went through, and by them what those and their callers
+    had in hand: a training step's graph, with the very blobs that the keeper waits to be rid of.
+    """
+    return type(error)(*error.args)
 
 
 # The daemon

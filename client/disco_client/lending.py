@@ -3,10 +3,10 @@
 How long a blob's slot stays because of them is residency's to decide (:mod:`disco_client.loans`).
 """
 
-import weakref
 from collections.abc import Callable
 
 from disco_client.arena import Arena
+from disco_client.interrupts import End
 
 
 class Loan:
@@ -43,7 +43,7 @@ class Lending:
         view = self._arena.view[slot : slot + size_bytes]
         loan = Loan(blob, slot)
         self._loans.setdefault(blob, []).append(loan)
-        weakref.finalize(view, self._returned, loan).atexit = False
+        End(view, self._returned, loan).atexit = False
         return view, loan
 
     def forget(self, loan: Loan) -> None:

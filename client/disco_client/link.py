@@ -20,7 +20,7 @@ import select
 import time
 from collections.abc import Callable, Hashable
 
-from disco_client.errors import DaemonError, DaemonLost, DaemonNotRunning
+from disco_client.errors import DaemonError, DaemonLost, DaemonNotRunning, afresh
 from disco_client.greeting import HANDSHAKE_SECONDS, Greeting
 from disco_client.io_connection import IoConnection
 from discod.wire.fds import send_message
@@ -271,7 +271,7 @@ class Link:
             self._open(Greeting(self.socket_dir, timeout))
             _log.warning("attached to a daemon on %s again after %.1f s", self.socket_dir, away)
         except DaemonError as error:
-            self._failure = _without_frames(error)
+            self._failure = afresh(error)
         except OSError as error:  # zmq's are such too
             self._failure = DaemonLost(
                 f"this process could not attach to the daemon on {self.socket_dir} again: {error}"
@@ -286,7 +286,7 @@ class Link:
     def _give_up(self, failure: DaemonError, away: float) -> None:
         """Raise when a caller that is blocked should not wait any longer."""
         if not isinstance(failure, DaemonNotRunning | DaemonLost):
-            raise _without_frames(failure)
+            raise afresh(failure)
         if away > self.reconnect_timeout:
             raise DaemonLost(
                 f"the daemon on {self.socket_dir} went away and was not back within "
@@ -309,8 +309,3 @@ class Link:
                 "(reply_timeout): it is stopped or the node is overloaded. Nothing is lost; the "
                 "next call works once it runs again"
             )
-
-
-def _without_frames(error: DaemonError) -> DaemonError:
-    """The same error, to be kept: a traceback keeps its callers' variables, loaded tensors too."""
-    return type(error)(*error.args)

@@ -1,7 +1,7 @@
 """What is read back, and when: for loads that wait, and ahead of those to come."""
 
 from disco_client.blobs import Blob, State
-from disco_client.errors import RoomError, ScratchError
+from disco_client.errors import RoomError, ScratchError, afresh
 from disco_client.holdings import Holdings
 from disco_client.instructions import Promote
 from disco_client.plan import Order
@@ -31,10 +31,7 @@ class Reader:
             error, blob.read_error = blob.read_error, None
             waiting.pop(blob.id, None)
             self._held.settle(blob)
-            try:
-                raise error
-            finally:
-                del error  # its traceback has this frame: a cycle that keeps the callers' tensors
+            raise afresh(error)
         first = blob.id not in waiting
         waiting[blob.id] = blob
         self._held.settle(blob)

@@ -8,7 +8,6 @@ Knows bytes: :mod:`disco_client.store` makes tensors of them.
 
 import math
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TypeVar
@@ -23,8 +22,10 @@ from disco_client.errors import (
     BlobTooLarge,
     RoomError,
     ScratchError,
+    afresh,
 )
 from disco_client.instructions import Counters as Traffic
+from disco_client.interrupts import End
 from disco_client.lending import Lending, Loan
 from disco_client.link import Link
 from disco_client.monitor import Monitor
@@ -74,7 +75,7 @@ class Session:
         group: Group,
         owner: object,
         device: torch.device | None = None,
-    ) -> tuple[int, "weakref.finalize[[int | Loan], object]"]:
+    ) -> tuple[int, End]:
         """A new blob of ``size_bytes`` (above 0); its id, and its end.
 
         The blob is freed when ``owner`` is collected, or when the finalizer that is returned is
@@ -110,7 +111,7 @@ class Session:
             else:
                 self._staging.depart(blob, departure, group.to_device)
             self._monitor.tell_waiters()
-            end = weakref.finalize(owner, self._monitor.drop, blob)
+            end = End(owner, self._monitor.drop, blob)
             end.atexit = False
         return blob, end
 
@@ -195,8 +196,7 @@ class Session:
                 return False
             error = self._residency.save_error(blob)
             if error is not None:
-                # A copy: the blob keeps its error, and with a traceback the caller's variables.
-                raise type(error)(*error.args)
+                raise afresh(error)
             return True
 
         self.wait_for(saved, deadline=deadline)

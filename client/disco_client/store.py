@@ -4,20 +4,18 @@ On the CPU a save copies at once, and a load is a view of the arena. From and to
 started here, outside of sections, and end later (:mod:`disco_client.staging`).
 """
 
-import weakref
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 
 from disco_client.devices.interface import Arrival, Departure, Device, Lent
 from disco_client.devices.known import Devices
+from disco_client.interrupts import End
 from disco_client.lending import Loan
 from disco_client.residency import Group
 from disco_client.session import Session
 from disco_client.tensors import Layout, TensorSpec, copy_in, flatten, rebuild
-
-End: TypeAlias = "weakref.finalize[[int | Loan], object]"
 
 _T = TypeVar("_T")
 

@@ -3,8 +3,9 @@
 import torch
 
 from disco_client.errors import HandleReleased
+from disco_client.interrupts import End
 from disco_client.residency import Group
-from disco_client.store import End, Store
+from disco_client.store import Store
 from disco_client.tensors import TensorSpec, describe, rebuild
 
 

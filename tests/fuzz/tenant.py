@@ -12,6 +12,7 @@ from discod.engine import Cancelled, Engine, Job
 from discod.gpu_messages import AddRing, Copy, RingWork
 from discod.gpu_seat import Outcome, Seat
 from discod.gpus import Gpus
+from discod.health import Health
 from discod.mapping import Mapping
 from discod.scratch_file import ScratchFile
 from discod.tenant import MAX_FILE_BYTES, File, Tenant, Who
@@ -61,6 +62,7 @@ class Scratch:
 
     directory = "/scratch"
     allocated_bytes = 0
+    health = Health()
 
     def keep(self) -> int:
         return 0

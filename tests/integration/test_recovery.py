@@ -1,6 +1,7 @@
 """Daemons and trainers that die in the middle of a step: nothing is lost, nothing is left."""
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -8,7 +9,8 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -285,7 +287,7 @@ def test_space_is_given_back_by_the_next_daemon(
     eventually(lambda: daemon.status()["clients"][0]["in_flight"] == 0)
     assert daemon.status()["disk_used_bytes"] > 0, "it is trimmed already"
     daemon.kill()
-    hasty = (sys.executable, str(Path(__file__).parents[1] / "chaos" / "hasty.py"))
+    hasty = (sys.executable, str(Path(__file__).parents[1] / "helpers" / "hasty_daemon.py"))
     after = start_daemon(prefix=hasty)
 
     def trimmed() -> bool:
@@ -331,3 +333,58 @@ def test_a_daemon_that_did_not_answer_is_forgotten_when_another_comes(
             each.close()
     assert not blocked.is_alive()
     assert time.monotonic() - served < 5, "20 times a second were waited for nothing"
+
+
+class Step:
+    """Stands for all that a training step has in hand when it fails."""
+
+
+def fail(call: Callable[[], object], error: type[Exception]) -> "weakref.ref[Step]":
+    """Call it as a step does, which must fail; what is left of the step."""
+    step = Step()
+    with contextlib.suppress(error):
+        call()
+        raise AssertionError("it did not fail")
+    return weakref.ref(step)
+
+
+def test_no_error_keeps_the_step_that_it_failed(
+    start_daemon: Callable[..., Any], attach_to: Callable[..., None], tmp_path: Path
+) -> None:
+    """Else a graph and all its blobs stay until Python looks for cycles, or for good."""
+    rules = tmp_path / "rules"
+    rules.write_text("")
+    daemon = start_daemon(env={"DISCOD_FAULTS": str(rules)})
+    attach_to(daemon, arena="2MiB", reconnect_timeout=0.2)
+    manager = disco_client.DiskOffloadManager(prefetch_size=0)
+    gc.collect()
+    gc.disable()
+    try:
+        with rules_in(rules, "pwritev EIO"):
+            handles = [manager.save_tensor(torch.ones(1 << 17)) for _ in range(4)]
+            left = [fail(lambda: save_all(manager, handles), disco_client.ScratchError)]
+        manager.cleanup()
+        del handles
+        handles = [manager.save_tensor(torch.full((1 << 17,), float(i))) for i in range(8)]
+        save_all(manager, handles)
+        with rules_in(rules, "preadv EIO"):
+            left.append(fail(lambda: load_all(manager, handles), disco_client.ScratchError))
+        daemon.kill()
+        left.append(fail(lambda: load_all(manager, handles), disco_client.DaemonLost))
+        assert [ref() for ref in left] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def save_all(manager: disco_client.DiskOffloadManager, handles: list[Any]) -> None:
+    """Wait until each is saved."""
+    for handle in handles:
+        manager.wait_for_save(handle, 10)
+
+
+@contextlib.contextmanager
+def rules_in(path: Path, rules: str) -> Iterator[None]:
+    """Faults for a time."""
+    path.write_text(rules)
+    yield
+    path.write_text("")
