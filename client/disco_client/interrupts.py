@@ -1,9 +1,9 @@
 """Ctrl-C that arrives while a finalizer runs: Python prints and forgets it; here it comes again.
 
 A signal that came during a backward is handled at the first Python code after it, which is often
-the end of a blob. What is raised there reaches nobody (``sys.unraisablehook``): the training would
-go on, and keep the blob that was to be freed. So while this process is attached, a finalizer of ours
-that was interrupted is brought to its end, and the interrupt is raised once more, a moment later.
+the end of a blob, or of an entry of a weak dictionary. What is raised there reaches nobody
+(``sys.unraisablehook``): the training would go on. So while this process is attached, such an
+interrupt is raised once more, a moment later, and an end of a blob is brought to its end before.
 """
 
 import _thread
@@ -31,7 +31,7 @@ class End(_Finalize):
 
 
 class Interrupts:
-    """Passes interrupts of :class:`End` on, from :meth:`watch` to :meth:`leave`."""
+    """Passes lost interrupts on, from :meth:`watch` to :meth:`leave`."""
 
     def __init__(self) -> None:
         self._before: _Hook | None = None
@@ -47,9 +47,9 @@ class Interrupts:
             sys.unraisablehook = self._before
 
     def _hook(self, unraisable: "sys.UnraisableHookArgs") -> None:
-        end = unraisable.object
-        if isinstance(end, End) and unraisable.exc_type is KeyboardInterrupt:
-            end()  # does nothing if it was done already
+        if unraisable.exc_type is KeyboardInterrupt:
+            if isinstance(unraisable.object, End):
+                unraisable.object()  # does nothing if it was done already
             again = threading.Timer(DELAY_SECONDS, _thread.interrupt_main)
             again.daemon = True
             again.start()

@@ -267,8 +267,9 @@ def test_ctrl_c(shared_daemon: Daemon, where: str) -> None:
         trainer.send_signal(signal.SIGINT)
         _, err = trainer.communicate(timeout=20)  # 0.5 s alone; a busy machine takes some more
         print(f"the exit took {time.monotonic() - began:.2f} s")
-        assert trainer.returncode in (-signal.SIGINT, 130), err
-        assert "KeyboardInterrupt" in err
+        # Where it came in the middle of a change, a call in between may have said so first.
+        assert trainer.returncode in (-signal.SIGINT, 1), err
+        assert "KeyboardInterrupt" in err or "interrupted (Ctrl-C?)" in err
         eventually(lambda: not shared_daemon.status()["clients"], 5)
         eventually(lambda: not shared_daemon.status()["disk_used_bytes"], 5)
         assert not shared_daemon.status()["ram_used_bytes"]
