@@ -17,6 +17,7 @@ from discod.engine import Engine
 from discod.loop import Loop
 from discod.mapping import BadArena, Mapping, check_arena
 from discod.parking import Inode, Lot, Parking
+from discod.scratch_file import ScratchFile
 from discod.storage import Directory
 from discod.syscalls import stat_known
 from discod.tenant import File, Tenant
@@ -234,9 +235,24 @@ class Admission:
 
     def _create(self, admitted: Admitted, user: int | None) -> None:
         for number, device in enumerate(self._devices):
-            scratch = device.directory.create(self._disk, user)
-            admitted.files.append(File(scratch, device.engine, number))
-            admitted.path_fds.append(os.open(f"/proc/self/fd/{scratch.fd}", os.O_PATH))
+            scratch = self._new_file(device.directory, user)
+            if scratch is not None:
+                admitted.files.append(File(scratch, device.engine, number))
+                admitted.path_fds.append(os.open(f"/proc/self/fd/{scratch.fd}", os.O_PATH))
+        if not admitted.files:
+            raise Inadmissible("no scratch directory works; try again, and see 'discod status'")
+
+    def _new_file(self, directory: Directory, user: int | None) -> ScratchFile | None:
+        """None when the directory is out of use, perhaps since it failed at this."""
+        if not directory.health.in_use:
+            return None
+        try:
+            return directory.create(self._disk, user)
+        except OSError as error:
+            text = f"making a file failed: {error.strerror} (errno {error.errno})"
+            if directory.health.note(error, text):
+                raise Inadmissible(f"scratch {directory}: {text}") from error
+            return None
 
     def _adopt(self, admitted: Admitted, path_fds: Sequence[int], user: int | None) -> None:
         """Open the files in the client's order, each with the directory that it is in."""
@@ -249,8 +265,9 @@ class Admission:
                 admitted.files.append(File(kept.scratch, kept.engine, kept.directory))
                 continue
             fitting = [n for n in left if self._devices[n].directory.device == known.device]
-            # Where none fits, any directory refuses the file, and says why.
-            number = fitting[0] if fitting else 0
+            # Several may be on one device. Where none fits, any refuses the file, and says why.
+            made_here = [n for n in fitting if self._devices[n].directory.made(fd)]
+            number = next(iter(made_here + fitting), 0)
             target = self._devices[number]
             scratch = target.directory.adopt(fd, self._disk, user)
             admitted.files.append(File(scratch, target.engine, number))

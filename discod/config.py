@@ -122,24 +122,40 @@ def _available_bytes(root: Path) -> int:
 
 
 def _cgroup_free_bytes(root: Path) -> Iterable[int]:
-    """Under each limit of our own and the enclosing cgroups (v2), what is free or cache."""
-    with contextlib.suppress(OSError, ValueError):
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-        path = next((line[3:] for line in lines if line.startswith("0::")), "/")
-        top = root / "sys/fs/cgroup"
-        group = top / path.lstrip("/")
-        for directory in (group, *group.parents):
-            if not directory.is_relative_to(top):
-                break
-            with contextlib.suppress(OSError, ValueError):
-                limit = int((directory / "memory.max").read_text())
-                current = int((directory / "memory.current").read_text())
-                yield max(0, limit - current + _inactive_bytes(directory))
+    """Under each limit of our own and the enclosing cgroups, what is free or cache."""
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                names = ("memory.max", "memory.current", "inactive_file")
+                yield from _free_up_from(root / "sys/fs/cgroup", path, *names)
+            elif "memory" in controllers.split(","):
+                # Version 1, where the plain figures of memory.stat are of this cgroup alone.
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                yield from _free_up_from(root / "sys/fs/cgroup/memory", path, *names)
 
 
-def _inactive_bytes(group: Path) -> int:
+def _free_up_from(
+    top: Path, path: str, limit_name: str, usage_name: str, cache_name: str
+) -> Iterable[int]:
+    """As :func:`_cgroup_free_bytes`, of ``path`` and all above it, as far as they are there.
+
+    In a container ``path`` may be the host's, of which only the end, our own group, is mounted at
+    ``top``.
+    """
+    group = top / path.lstrip("/")
+    for directory in (group, *group.parents):
+        if not directory.is_relative_to(top):
+            break
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((directory / limit_name).read_text())
+            usage = int((directory / usage_name).read_text())
+            yield max(0, limit - usage + _cache_bytes(directory, cache_name))
+
+
+def _cache_bytes(group: Path, name: str) -> int:
     for line in (group / "memory.stat").read_text().splitlines():
-        name, _, value = line.partition(" ")
-        if name == "inactive_file":
+        found, _, value = line.partition(" ")
+        if found == name:
             return int(value)
     return 0

@@ -7,9 +7,10 @@ given faults and be healed::
     CALL FAULT [CONDITION ...]        # a comment
 
 CALL is ``open``, ``fallocate``, ``pwritev``, ``preadv`` or ``write_back``. FAULT is the name of an
-errno (``EIO``), ``delay=SECONDS``, which ends when the file changes, or ``short``: half of what was
-asked for, in whole pages. CONDITIONs: ``in=TEXT``, where the file's path contains it; ``nth=N``,
-the N-th such call since the rule was read, from 1; ``from=N``, that and all after it; ``every=N``.
+errno (``EIO``), ``delay=SECONDS``, which ends when the file changes, ``short``: half of what was
+asked for, in whole pages, or ``nothing``: the call succeeds and transfers no byte. CONDITIONs:
+``in=TEXT``, where the file's path contains it; ``nth=N``, the N-th such call since the rule was
+read, from 1; ``from=N``, that and all after it; ``every=N``.
 
 Rules apply from top to bottom, delays before the call; the first errno ends it.
 """
@@ -44,7 +45,8 @@ class _Rule:
     call: str
     errno: int = 0
     delay_seconds: float = 0.0
-    short: bool = False
+    most: float = 1.0
+    """Of what was asked for, the part to transfer."""
     within: str = ""
     first: int = 1
     last: int | None = None
@@ -110,7 +112,8 @@ class Faults:
         )
 
     def _open(self, path: Path | str, flags: int, mode: int) -> int:
-        self._suffer("open", str(path))
+        again = str(path).startswith("/proc/self/fd/")
+        self._suffer("open", os.readlink(path) if again else str(path))
         return self._plain.open(path, flags, mode)
 
     def _fallocate(self, fd: int, offset: int, length: int) -> None:
@@ -118,26 +121,26 @@ class Faults:
         self._plain.fallocate(fd, offset, length)
 
     def _pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        short = self._suffer("pwritev", _path_of(fd))
-        return self._plain.pwritev(fd, _half(buffers) if short else buffers, offset)
+        most = self._suffer("pwritev", _path_of(fd))
+        return self._plain.pwritev(fd, _part(buffers, most), offset) if most else 0
 
     def _preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        short = self._suffer("preadv", _path_of(fd))
-        return self._plain.preadv(fd, _half(buffers) if short else buffers, offset)
+        most = self._suffer("preadv", _path_of(fd))
+        return self._plain.preadv(fd, _part(buffers, most), offset) if most else 0
 
     def _write_back(self, fd: int, offset: int, length: int) -> None:
         self._suffer("write_back", _path_of(fd))
         self._plain.write_back(fd, offset, length)
 
-    def _suffer(self, call: str, path: str) -> bool:
-        """Wait and raise as the rules say; True when the call is to be short."""
-        short = False
+    def _suffer(self, call: str, path: str) -> float:
+        """Wait and raise as the rules say; which part of it the call is to transfer."""
+        most = 1.0
         for rule in self._matching(call, path):
             self._wait(rule.delay_seconds)
             if rule.errno:
                 raise OSError(rule.errno, os.strerror(rule.errno))
-            short = short or rule.short
-        return short
+            most = min(most, rule.most)
+        return most
 
     def _matching(self, call: str, path: str) -> list[_Rule]:
         with self._lock:
@@ -187,7 +190,9 @@ def _rule(line: str, words: Sequence[str]) -> _Rule:
                 case "delay":
                     rule.delay_seconds = float(value)
                 case "short":
-                    rule.short = True
+                    rule.most = 0.5
+                case "nothing":
+                    rule.most = 0.0
                 case "in":
                     rule.within = value
                 case "nth":
@@ -203,10 +208,10 @@ def _rule(line: str, words: Sequence[str]) -> _Rule:
     return rule
 
 
-def _half(buffers: Sequence[memoryview]) -> Sequence[memoryview]:
+def _part(buffers: Sequence[memoryview], most: float) -> Sequence[memoryview]:
     data = buffers[0]
-    half = len(data) // 2 // PAGE_BYTES * PAGE_BYTES
-    return [data[:half]] if half else buffers
+    part = int(len(data) * most) // PAGE_BYTES * PAGE_BYTES
+    return [data[:part]] if part else buffers
 
 
 def _path_of(fd: int) -> str:

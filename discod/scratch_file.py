@@ -15,10 +15,11 @@ its check before the write was queued is over before the write begins, and any o
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from discod.budget import Budget
+from discod.health import Health
 from discod.io import Io
 from discod.wire import align_up
 from discod.wire.sizes import format_size
@@ -38,6 +39,10 @@ class ScratchFull(Exception):
         self.errno = code
 
 
+class Unopened(OSError):
+    """The file could not be opened for that, when it was adopted; nothing was tried now."""
+
+
 class ScratchFile:
     """An open scratch file.
 
@@ -47,14 +52,25 @@ class ScratchFile:
         direct: Whether ``fd`` is O_DIRECT.
         quota: The scratch bytes of all clients.
         io: The system calls.
+        health: The directory's.
+        broken: Why it is not open for writing (``O_RDWR``), or not even for reading (``O_RDONLY``).
     """
 
     def __init__(
-        self, fd: int, directory: str, direct: bool, quota: Budget, io: Io | None = None
+        self,
+        fd: int,
+        directory: str,
+        direct: bool,
+        quota: Budget,
+        io: Io | None = None,
+        health: Health | None = None,
+        broken: Mapping[int, OSError] | None = None,
     ) -> None:
         self.fd = fd
         self.directory = directory
         self.direct = direct
+        self.health = health or Health()
+        self._broken = broken or {}
         self._quota = quota
         self._io = io or Io()
         self._lock = threading.Lock()
@@ -78,6 +94,7 @@ class ScratchFile:
             ScratchFull: It cannot grow; nothing is reserved.
             OSError: The file system failed.
         """
+        self.check_open(os.O_RDWR)
         with self._lock:
             if end > self._allocated_bytes:
                 self._grow(end)
@@ -88,6 +105,12 @@ class ScratchFile:
             with self._lock:
                 self._writes -= 1
 
+    def check_open(self, way: int) -> None:
+        """Raise :class:`Unopened` if it is not open for ``O_RDWR``, or for ``O_RDONLY``."""
+        error = self._broken.get(way)
+        if error is not None:
+            raise Unopened(error.errno, error.strerror)
+
     def keep(self) -> int:
         """Void every trim decided before. Returns the version to give to :meth:`trim`."""
         self._version += 1
@@ -97,7 +120,7 @@ class ScratchFile:
         """Truncate to ``size_bytes``, unless the file was written to since ``version``."""
         with self._lock:
             freed = self._allocated_bytes - size_bytes
-            if version != self._version or self._writes or freed <= 0:
+            if version != self._version or self._writes or freed <= 0 or self._broken:
                 return
             os.ftruncate(self.fd, size_bytes)
             self._allocated_bytes = size_bytes
@@ -110,7 +133,7 @@ class ScratchFile:
             discard: Free its space now, even if someone still holds an fd of it.
         """
         try:
-            if discard:
+            if discard and not self._broken:
                 os.ftruncate(self.fd, 0)
         finally:
             os.close(self.fd)
@@ -139,11 +162,13 @@ class ScratchFile:
                     raise
                 os.ftruncate(self.fd, start + more_bytes)
         except OSError as error:
-            self._quota.release(more_bytes)
+            try:
+                # The file system keeps the part that it could reserve; nobody else may before.
+                os.ftruncate(self.fd, start)
+            finally:
+                self._quota.release(more_bytes)
             if error.errno not in _NO_ROOM:
                 raise
-            # The file system keeps the part that it could reserve.
-            os.ftruncate(self.fd, start)
             return self._full(os.strerror(error.errno), error.errno, more_bytes)
         self._allocated_bytes = start + more_bytes
         return None

@@ -23,7 +23,7 @@ import socket
 from functools import partial
 from typing import cast
 
-from discod import __version__, faults
+from discod import __version__, checksum, faults
 from discod.admission import Admission, Admitted, Device
 from discod.budget import Budget
 from discod.chores import Chores
@@ -34,6 +34,7 @@ from discod.descriptors import LEAST_LIMIT, Descriptors
 from discod.engine import Engine
 from discod.exits import Exit, StartupError
 from discod.gpus import Gpus
+from discod.health import Outages
 from discod.io_connections import IoConnections, Owner
 from discod.logs import RateLimited
 from discod.loop import Loop, Timer
@@ -111,6 +112,7 @@ class Server:
                     config.threads, config.chunk_bytes, self._loop.post, io, name
                 )
         self._devices = [Device(d, engines[d.device]) for d in directories]
+        self._outages = Outages(directories, self._loop)
         self._epoch = int.from_bytes(os.urandom(8), "big") >> 1
         self._draining = False
         self._signal = 0
@@ -167,6 +169,11 @@ class Server:
             format_size(config.chunk_bytes),
             config.checksum.value,
         )
+        if config.checksum is checksum.Mode.OFF:
+            _log.warning(
+                "checksums are off: what the disk gives back is not verified, and a fault of it is "
+                "a wrong gradient; --checksum sampled finds most of them next to free"
+            )
 
     def run(self) -> Exit:
         """Serve until the end, then leave nothing but what the kernel cleans up."""
@@ -238,6 +245,7 @@ class Server:
             self._gpus,
             partial(self._answer, identity),
             self._trimmer.idle,
+            checksum.sample_step_bytes(self._config.chunk_bytes),
         )
 
     def _answer(self, identity: bytes, reply: Reply) -> None:

@@ -54,6 +54,8 @@ def make_status(
                 "path": str(device.directory.path),
                 "fs_type": device.directory.fs_type,
                 "direct": device.directory.direct,
+                "in_use": device.directory.health.in_use,
+                "last_failure": device.directory.health.last_failure,
                 "used_bytes": used,
                 "free_bytes": device.directory.free_bytes(),
             }

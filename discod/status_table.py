@@ -9,6 +9,12 @@ from discod.wire.sizes import format_size
 
 _SIZES = ("arena", "disk", "written", "read")
 
+_CHECKSUMS = {
+    "off": "off: what the disk gives back is not verified, and a fault of it is a wrong gradient",
+    "sampled": "sampled: lost, torn and misdirected writes are found, single flipped bits are not",
+    "full": "full: every byte that is read back is verified",
+}
+
 
 def show(status: dict[str, Any]) -> None:
     """Print the status, which is in the form of :func:`discod.status.make_status`."""
@@ -17,16 +23,21 @@ def show(status: dict[str, Any]) -> None:
     for name, what in (("ram", "arenas"), ("disk", "scratch")):
         used, limit = (format_size(status[f"{name}{part}_bytes"]) for part in ("_used", ""))
         console.print(f"{what}: {used} taken of {limit} (--{name})", highlight=False)
-    console.print(f"checksums: {status['checksum']}", highlight=False)
-    scratch = Table("scratch", "I/O", "used", "free")
+    console.print(f"checksums: {_CHECKSUMS[status['checksum']]}", highlight=False)
+    scratch = Table("scratch", "I/O", "used", "free", "state")
     for directory in status["scratch"]:
         scratch.add_row(
             directory["path"],
             "O_DIRECT" if directory["direct"] else "buffered",
             format_size(directory["used_bytes"]),
             format_size(directory["free_bytes"]),
+            "in use" if directory["in_use"] else "OUT OF USE",
         )
     console.print(scratch)
+    for directory in status["scratch"]:
+        if directory["last_failure"]:
+            said = f"{directory['path']}: last failure: {directory['last_failure']}"
+            console.print(said, highlight=False, markup=False)
     if status["gpus"]:
         gpus = Table("GPU", "pid", "clients", "copied")
         for gpu in status["gpus"]:

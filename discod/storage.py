@@ -11,11 +11,13 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from discod.budget import Budget
 from discod.exits import Exit, StartupError
 from discod.file_owner import NotTheOwner, check_owner, mark_owner
+from discod.health import DEVICE_ERRORS, Health
 from discod.io import Io
 from discod.locks import Locked, lock_directory
 from discod.scratch_file import ScratchFile
@@ -48,6 +50,7 @@ class Directory:
     Attributes:
         direct: Whether its files are O_DIRECT.
         device: ``st_dev`` of its files, which a union file system may set apart from its own.
+        health: Whether it is in use.
 
     Raises:
         StartupError: It cannot be used.
@@ -55,6 +58,7 @@ class Directory:
 
     def __init__(self, path: Path, io: Io | None = None) -> None:
         self.path = path
+        self.health = Health()
         self._io = io or Io()
         self._lock_fd = self._lock()
         try:
@@ -74,6 +78,9 @@ class Directory:
                 self.fs_type,
             )
 
+    def __str__(self) -> str:
+        return str(self.path)
+
     def create(self, quota: Budget, user: int | None = None) -> ScratchFile:
         """A new, empty file that will grow within ``quota``. Raises ``OSError``.
 
@@ -81,13 +88,36 @@ class Directory:
             quota: The scratch bytes of all clients.
             user: The uid of the client that it is for, when that is not our own user.
         """
-        fd = self._open_new(self.direct)
+        fd = self._open_here()
         if user is not None:
-            mark_owner(fd, user)
+            try:
+                mark_owner(fd, user)
+            except OSError:
+                os.close(fd)
+                raise
         return self._file(fd, quota)
+
+    def check(self) -> None:
+        """Write and read in a new file, as :class:`discod.health.Outages` wants it.
+
+        A full disk is no failing one. Raises ``OSError``.
+        """
+        fd = self._open_here()
+        try:
+            _write_and_read(fd, self._io)
+            if not self.direct:
+                self._io.write_back(fd, 0, PAGE_BYTES)
+        except OSError as error:
+            if error.errno not in _NO_SPACE:
+                raise
+        finally:
+            os.close(fd)
 
     def adopt(self, path_fd: int, quota: Budget, user: int | None = None) -> ScratchFile:
         """The file that another fd of it names, in the state in which it is.
+
+        When the device fails, the client gets what can be had: a file that can only be read, or
+        of which every use raises. Its other files may be well.
 
         Args:
             path_fd: A foreign fd: its file system is asked nothing until it is known to be ours.
@@ -96,7 +126,7 @@ class Directory:
         Raises:
             ForeignFile: It has a name, or another owner, mode or device than our files, or it was
                 made for another user's client.
-            OSError: It cannot be opened.
+            OSError: It cannot be opened, for another reason.
         """
         status = stat_known(path_fd)
         flaws = {
@@ -109,27 +139,49 @@ class Directory:
         found = [flaw for flaw, is_so in flaws.items() if is_so]
         if found:
             raise ForeignFile(f"it is {', '.join(found)}")
-        flags = os.O_RDWR | (os.O_DIRECT if self.direct else 0)
-        fd = self._io.open(f"/proc/self/fd/{path_fd}", flags, 0)
-        try:
-            check_owner(fd, user)
-        except NotTheOwner as error:
-            os.close(fd)
-            raise ForeignFile(str(error)) from None
-        return self._file(fd, quota)
+        path = f"/proc/self/fd/{path_fd}"
+        flags = os.O_DIRECT if self.direct else 0
+        broken: dict[int, OSError] = {}
+        for way in (os.O_RDWR, os.O_RDONLY):
+            try:
+                fd = self._io.open(path, flags | way, 0)
+            except OSError as error:
+                if error.errno not in DEVICE_ERRORS:
+                    raise
+                broken[way] = error
+                continue
+            try:
+                check_owner(fd, user)
+            except NotTheOwner as error:
+                os.close(fd)
+                raise ForeignFile(str(error)) from None
+            return self._file(fd, quota, broken)
+        return self._file(os.dup(path_fd), quota, broken)
+
+    def made(self, path_fd: int) -> bool:
+        """Whether the file was made in this very directory, as far as the kernel tells."""
+        here = os.readlink(f"/proc/self/fd/{self._lock_fd}")
+        return os.path.dirname(os.readlink(f"/proc/self/fd/{path_fd}")) == here
 
     def free_bytes(self) -> int:
-        """What its file system has free for users."""
-        status = os.fstatvfs(self._lock_fd)
+        """What its file system has free for users; 0 when it does not say."""
+        try:
+            status = os.fstatvfs(self._lock_fd)
+        except OSError:
+            return 0
         return status.f_bavail * status.f_frsize
 
     def close(self) -> None:
         """Unlock."""
         os.close(self._lock_fd)
 
-    def _file(self, fd: int, quota: Budget) -> ScratchFile:
+    def _file(
+        self, fd: int, quota: Budget, broken: Mapping[int, OSError] | None = None
+    ) -> ScratchFile:
         try:
-            return ScratchFile(fd, str(self.path), self.direct, quota, self._io)
+            return ScratchFile(
+                fd, str(self.path), self.direct, quota, self._io, self.health, broken or {}
+            )
         except OSError:
             os.close(fd)
             raise
@@ -185,13 +237,22 @@ class Directory:
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
                 raise
-        fd, name = tempfile.mkstemp(prefix=FILE_PREFIX, dir=self.path)
+        named, name = tempfile.mkstemp(prefix=FILE_PREFIX, dir=self.path)
         try:
-            os.fchmod(fd, FILE_MODE)
-            return self._io.open(name, flags, 0)
-        finally:
+            os.fchmod(named, FILE_MODE)
             os.unlink(name)
+            return self._io.open(f"/proc/self/fd/{named}", flags, 0)
+        finally:
+            os.close(named)
+
+    def _open_here(self) -> int:
+        """A nameless file on the device that this directory was on at the start."""
+        fd = self._open_new(self.direct)
+        if os.fstat(fd).st_dev != self.device:
             os.close(fd)
+            # Else a disk that was unmounted would be replaced by the one that its directory is on.
+            raise OSError(errno.ENODEV, f"another file system is mounted on {self.path} by now")
+        return fd
 
     def _probe(self) -> tuple[bool, int]:
         """Whether O_DIRECT really works here, and the device of files made here."""

@@ -4,8 +4,6 @@ Every request is checked here before it reaches the engine. What a request means
 :mod:`discod.wire.messages`; where messages come from and answers go to is the server's.
 """
 
-import errno
-import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -14,14 +12,14 @@ from functools import partial
 
 from discod import checksum
 from discod.bounds import Refusal, check_pages, check_range
-from discod.engine import Cancelled, Engine, Job
+from discod.engine import Engine, Job
+from discod.failures import failed
 from discod.gpus import Gpus
-from discod.logs import RateLimited
 from discod.mapping import Mapping
 from discod.rings import Rings
 from discod.schedule import Priority
-from discod.scratch_file import ScratchFile, ScratchFull
-from discod.transfer import Corrupt, ReadBlob, WriteBlob
+from discod.scratch_file import ScratchFile
+from discod.transfer import OutOfUse, ReadBlob, WriteBlob
 from discod.wire.messages import (
     Cancel,
     CloseRing,
@@ -39,17 +37,12 @@ from discod.wire.messages import (
     Trim,
     Write,
 )
-from discod.wire.sizes import format_size
 
 MAX_UNANSWERED = 32_768
 """Per client; a bound on what one that has lost its mind can make the daemon keep."""
 
 MAX_FILE_BYTES = 1 << 62
 """Beyond any file system, and far below where offset arithmetic could overflow."""
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-_failures = RateLimited(logging.getLogger(__name__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +88,7 @@ class Tenant:
         gpus: The GPUs that it may have rings on.
         answer: Sends a reply to the client.
         idle: Called when a file that is to be trimmed has nothing left to do.
+        step_bytes: As for :func:`discod.checksum.take`.
     """
 
     def __init__(
@@ -107,6 +101,7 @@ class Tenant:
         gpus: Gpus,
         answer: Callable[[Reply], None],
         idle: Callable[[File], None],
+        step_bytes: int = checksum.SAMPLE_STEP_BYTES,
     ) -> None:
         self.who = who
         self.arena_bytes = mapping.size_bytes
@@ -116,6 +111,7 @@ class Tenant:
         self._epoch = epoch
         self._mapping = mapping
         self._mode = mode
+        self._step_bytes = step_bytes
         self._answer = answer
         self._idle = idle
         self._jobs: dict[int, tuple[Job, Engine]] = {}
@@ -199,9 +195,20 @@ class Tenant:
         file = self._check(request)
         file.trim_bytes = None
         file.scratch.keep()
+        refused = partial(self._refused, file)
+        if refused():
+            # At once, and not behind all that is queued on the device.
+            self._answer(failed(request, file.scratch, OutOfUse(), self.who))
+            return
         data = self._mapping.view(request.slot, request.length)
-        work = WriteBlob(file.scratch, request.offset, data, self._mode)
+        work = WriteBlob(file.scratch, request.offset, data, self._mode, self._step_bytes, refused)
         self._start(request, file, Priority.WRITE, work)
+
+    def _refused(self, file: File) -> bool:
+        """Whether ``file`` takes no writes: its directory is out of use, and there is a better."""
+        return not file.scratch.health.in_use and any(
+            other.scratch.health.in_use for other in self.files
+        )
 
     def _read(self, request: Read) -> None:
         file = self._check(request)
@@ -269,7 +276,7 @@ class Tenant:
             self._part_closed()
             return
         if job.error is not None:
-            self._answer(self._failed(request, file, job.error))
+            self._answer(failed(request, file.scratch, job.error, self.who))
         else:
             if isinstance(request, Write):
                 self.written_bytes += request.length
@@ -278,25 +285,3 @@ class Tenant:
             self._done(request, job.result)
         if file.trim_bytes is not None and not file.busy:
             self._idle(file)
-
-    def _failed(self, request: Write | Read, file: File, error: BaseException) -> Failed:
-        code = (error.errno or 0) if isinstance(error, OSError | ScratchFull) else 0
-        what = (
-            f"{type(request).__name__.lower()} of {format_size(request.length)} at "
-            f"{request.offset} in scratch {file.scratch.directory}"
-        )
-        match error:
-            case Cancelled():
-                return Failed(request.seq, request.epoch, Failure.CANCELLED, 0, "cancelled")
-            case ScratchFull():
-                kind, text = Failure.DISK_FULL, str(error)
-            case Corrupt():
-                kind = Failure.CORRUPT
-                text = f"{what}: not what was written there (by its checksum); check the device"
-            case OSError():
-                kind = Failure.DISK_FULL if code in _NO_ROOM else Failure.IO
-                text = f"{what} failed: {error.strerror} (errno {code}); see the kernel's log"
-            case _:
-                kind, text = Failure.IO, f"{what} failed: {error!r}"
-        _failures.warning("%s: %s", self.who, text)
-        return Failed(request.seq, request.epoch, kind, code, text)

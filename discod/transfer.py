@@ -20,6 +20,14 @@ class Corrupt(Exception):
     """What was read does not have the checksum that was taken when it was written."""
 
 
+class Short(OSError):
+    """A call has moved nothing on. A read's: its end is beyond that of the file."""
+
+
+class OutOfUse(Exception):
+    """The directory went out of use before this piece was written."""
+
+
 def _whole(
     call: Callable[[int, Sequence[memoryview], int], int],
     fd: int,
@@ -33,7 +41,7 @@ def _whole(
         # O_DIRECT goes on only from an aligned position: a part of a page is done again.
         progress = moved - (done + moved) % PAGE_BYTES if done + moved < len(data) else moved
         if progress <= 0:
-            raise OSError(
+            raise Short(
                 errno.EIO,
                 f"{os.strerror(errno.EIO)}: {done + moved} of {len(data)} bytes transferred",
             )
@@ -45,16 +53,28 @@ def _drop_pages(fd: int, offset: int, length: int) -> None:
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class WriteBlob:
-    """Write ``data`` to ``file`` at ``offset``; the result is its checksum's token."""
+    """Write ``data`` to ``file`` at ``offset``; the result is its checksum's token.
+
+    ``mode`` and ``step_bytes`` are as for :func:`discod.checksum.take`; ``refused`` is asked before
+    each piece whether to raise :class:`OutOfUse` instead.
+    """
 
     file: ScratchFile
     offset: int
     data: memoryview
     mode: checksum.Mode
+    step_bytes: int = checksum.SAMPLE_STEP_BYTES
+    refused: Callable[[], bool] = _never
 
     def run(self, io: Io, start: int, length: int) -> None:
+        if self.refused():
+            raise OutOfUse
         offset = self.offset + start
         with self.file.writing(self.offset + len(self.data)):
             _whole(io.pwritev, self.file.fd, self.data[start : start + length], offset)
@@ -63,7 +83,7 @@ class WriteBlob:
                 _drop_pages(self.file.fd, offset, length)
 
     def complete(self) -> bytes:
-        return checksum.take(self.mode, self.data)
+        return checksum.take(self.mode, self.data, self.step_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +96,7 @@ class ReadBlob:
     token: bytes
 
     def run(self, io: Io, start: int, length: int) -> None:
+        self.file.check_open(os.O_RDONLY)
         offset = self.offset + start
         _whole(io.preadv, self.file.fd, self.data[start : start + length], offset)
         if not self.file.direct:

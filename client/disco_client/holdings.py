@@ -43,6 +43,8 @@ class Holdings:
         """Blobs with a copy, write or read in flight: while above 0, waiting is not pointless."""
         self.full_files: set[int] = set()
         """Scratch files that had no room at the last try."""
+        self.out_files: set[int] = set()
+        """Scratch files that the daemon had taken out of use at the last try."""
         self.full_text = ""
         self.failed_text = ""
         self._order = order
@@ -151,6 +153,16 @@ class Holdings:
 
     # Writing
 
+    @property
+    def avoided_files(self) -> frozenset[int]:
+        """Scratch files that no blob is to be written to now."""
+        return frozenset(self.full_files | self.out_files)
+
+    def retry_files(self) -> None:
+        """Forget what was full or out of use: it may not be any more."""
+        self.full_files.clear()
+        self.out_files.clear()
+
     def want_write(self, blob: Blob) -> None:
         """Start a DIRTY blob's write, now or when its group may; or not, where no file takes it."""
         if not blob.members.may_write:
@@ -158,7 +170,7 @@ class Holdings:
             self.set_leaving(blob, True)
             self.settle(blob)
             return
-        pieces = self.scratch.allocate(blob.size_bytes, blob.bad_files | self.full_files)
+        pieces = self.scratch.allocate(blob.size_bytes, blob.bad_files | self.avoided_files)
         if pieces is None or blob.slot is None:
             return
         blob.pieces = pieces
@@ -205,9 +217,14 @@ class Holdings:
             self.full_files |= failure.files or frozenset(range(self.scratch.files))
             self.full_text = failure.text
             return
-        blob.bad_files |= failure.files or {piece.file for piece in blob.pieces}
+        at_fault = failure.files or {piece.file for piece in blob.pieces}
+        if failure.kind is Failure.OUT_OF_USE:
+            self.out_files |= at_fault
+        else:
+            blob.bad_files |= at_fault
         self.failed_text = failure.text
-        if blob.state is not State.FREED and len(blob.bad_files) >= self.scratch.files:
+        refusing = blob.bad_files | self.out_files
+        if blob.state is not State.FREED and len(refusing) >= self.scratch.files:
             blob.save_error = ScratchError(
                 f"blob {blob.id} could not be written to any scratch file and stays in RAM; the "
                 f"last failure: {failure.text}"

@@ -18,7 +18,7 @@ import logging
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from disco_client.errors import DaemonError, DaemonLost, DaemonNotRunning
 from disco_client.greeting import HANDSHAKE_SECONDS, Greeting
@@ -79,7 +79,7 @@ class Link:
         self._arena_bytes = arena_bytes
         self._restart = restart
         self._pending: dict[int, _Pending] = {}
-        self._enrolments: dict[int, _Enrolment] = {}
+        self._enrolments: dict[Hashable, _Enrolment] = {}
         self._next_seq = 0
         self._scratch_fds: list[int] = []
         self._lost_since: float | None = None
@@ -93,6 +93,11 @@ class Link:
         except BaseException:
             os.close(self._wake_fd)
             raise
+
+    @property
+    def files(self) -> int:
+        """How many scratch files there are: fewer than directories when some were out of use."""
+        return len(self._scratch_fds)
 
     @property
     def lost(self) -> bool:
@@ -111,19 +116,22 @@ class Link:
             self._send(seq)
         return seq
 
-    def enroll(self, number: int, make: Callable[[int, int], Request], answer: Answer) -> bool:
-        """As :meth:`request`, to this daemon and to each one after it, before all else.
+    def enroll(self, name: Hashable, make: Callable[[int, int], Request], answer: Answer) -> bool:
+        """As :meth:`request`, to this daemon and to each one after it.
+
+        The ones after it get it in its old place: after what is unanswered and was asked before it,
+        before what was asked after it.
 
         Args:
-            number: Names it, for :meth:`withdraw`.
+            name: For :meth:`withdraw`; takes the place of an earlier one of that name.
             make, answer: As for :meth:`request`; ``answer`` gets each daemon's.
         """
-        self._enrolments[number] = _Enrolment(make, answer, self.request(make, answer))
+        self._enrolments[name] = _Enrolment(make, answer, self.request(make, answer))
         return True
 
-    def withdraw(self, number: int) -> bool:
+    def withdraw(self, name: Hashable) -> bool:
         """Tell further daemons nothing of it."""
-        return self._enrolments.pop(number, None) is not None
+        return self._enrolments.pop(name, None) is not None
 
     def drain(self) -> bool:
         """Hand over all replies that are there, without waiting. True when there was any."""
@@ -230,11 +238,8 @@ class Link:
         self._last_word = time.monotonic()
         self._asked_at = None
         for enrolment in self._enrolments.values():
-            self._pending.pop(enrolment.seq, None)
-        unanswered = list(self._pending)
-        for enrolment in self._enrolments.values():
-            enrolment.seq = self.request(enrolment.make, enrolment.answer)
-        for seq in unanswered:
+            self._pending[enrolment.seq] = _Pending(enrolment.make, enrolment.answer)
+        for seq in sorted(self._pending):
             self._send(seq)
 
     def _send(self, seq: int) -> None:
@@ -274,7 +279,8 @@ class Link:
         ended = time.monotonic()
         self._next_attempt = ended + RETRY_SECONDS
         # A daemon that accepts and does not answer must not slow down calls that can do without.
-        self._next_brief = ended + max(RETRY_SECONDS, 20 * (ended - now))
+        took = min(ended - now, 2 * BRIEF_SECONDS)  # one of a blocked call may have taken longer
+        self._next_brief = ended + max(RETRY_SECONDS, 20 * took)
         return self._failure
 
     def _give_up(self, failure: DaemonError, away: float) -> None:

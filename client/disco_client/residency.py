@@ -374,8 +374,8 @@ class Residency(Records):
         return self._advance()
 
     def retry_disk(self) -> None:
-        """Forget that the disk was full: there may be room again."""
-        self._held.full_files.clear()
+        """Forget that the disk was full or out of use: there may be room again."""
+        self._held.retry_files()
 
     # What was counted
 
@@ -448,5 +448,5 @@ class Residency(Records):
         self._cycle_start = totals
         self._order.end_cycle()
         self._turned = False
-        self._held.full_files.clear()
+        self._held.retry_files()
         self._room.forget_retry()

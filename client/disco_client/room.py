@@ -16,14 +16,14 @@ class Room:
 
     def __init__(self, held: Holdings) -> None:
         self._held = held
-        self._retried_full = False
+        self._retried = False
 
     def need(self, size_bytes: int) -> int | None:
         """A slot, or None: wait. When it raises, there are no instructions.
 
-        A full disk is tried once more before that, since others may have made room, and not again
-        until a write worked, a slot was found, or this has raised: a full disk neither hangs nor
-        spins.
+        A disk that is full or out of use is tried once more before that, since others may have
+        made room, and not again until a write worked, a slot was found, or this has raised: a full
+        disk neither hangs nor spins.
 
         Raises:
             ArenaFull, ScratchFull, ScratchError: Nothing is in flight, so waiting is pointless.
@@ -31,7 +31,7 @@ class Room:
         held = self._held
         slot = self.make(size_bytes)
         if slot is not None:
-            self._retried_full = False
+            self._retried = False
             return slot
         if held.in_flight:
             return None
@@ -42,13 +42,13 @@ class Room:
                 slot = held.arena.allocate(size_bytes)
                 if slot is not None:
                     return slot
-        if held.full_files and len(held.dirty) and not self._retried_full:
-            self._retried_full = True
-            held.full_files.clear()
+        if held.avoided_files and len(held.dirty) and not self._retried:
+            self._retried = True
+            held.retry_files()
             slot = self.make(size_bytes)
             if slot is not None or held.in_flight:
                 return slot
-        self._retried_full = False
+        self._retried = False
         raise self._no_room(size_bytes)
 
     def make(self, size_bytes: int) -> int | None:
@@ -76,13 +76,14 @@ class Room:
 
     def forget_retry(self) -> None:
         """A write completed, or a cycle ended: a disk that is full again is worth another try."""
-        self._retried_full = False
+        self._retried = False
 
     def _write_until(self, leaving_bytes: int) -> None:
         """Start writes, farthest next use first, until that many bytes leave the arena."""
         held = self._held
         refused = []
-        while held.leaving_bytes < leaving_bytes and len(held.full_files) < held.scratch.files:
+        files = held.scratch.files
+        while held.leaving_bytes < leaving_bytes and len(held.avoided_files) < files:
             blob = held.dirty.first()
             if blob is None:
                 break
@@ -101,12 +102,14 @@ class Room:
             f"{format_size(held.capacity_bytes)} are used and the largest free piece has "
             f"{format_size(held.arena.largest_free_bytes)}"
         )
-        if len(held.dirty):
+        if len(held.dirty) and held.full_files:
+            others = f" (and {held.failed_text})" if held.out_files else ""
             return ScratchFull(
-                f"{fact}. Nor can the disk take any of it: {held.full_text}. Or give the arena "
-                "more with DISCOD_ARENA or connect(arena=)"
+                f"{fact}. Nor can the disk take any of it: {held.full_text}{others}. Or give the "
+                "arena more with DISCOD_ARENA or connect(arena=)"
             )
-        if any(blob.save_error and not blob.pins for blob in held.blobs.values()):
+        refused = any(blob.save_error and not blob.pins for blob in held.blobs.values())
+        if refused or len(held.dirty):
             return ScratchError(
                 f"{fact}; every scratch file refuses writes: {held.failed_text}; tensors saved "
                 "before are safe in RAM; give the daemon a --scratch that works"

@@ -58,7 +58,7 @@ class Session:
         self.link = link
         self._arena = arena
         self._units = units or NoUnits()
-        self._residency = Residency(arena.size_bytes, files=len(link.directories))
+        self._residency = Residency(arena.size_bytes, files=link.files)
         self._transfers = Transfers(link, self._residency)
         self._staging = Staging(self._residency, self._transfers, self._units, keep_on_device)
         self._monitor: Monitor[int | Loan] = Monitor(link, self._take_drop, self._staging)

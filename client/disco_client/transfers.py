@@ -37,6 +37,13 @@ class _Transfer:
     checksums: dict[int, bytes] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Trim:
+    """Names the trim of a file among the link's enrolments."""
+
+    file: int
+
+
 class Transfers:
     """All transfers of one session. Not thread-safe: the session's lock covers it."""
 
@@ -46,6 +53,7 @@ class Transfers:
         self._running: dict[int, _Transfer] = {}
         self._checksums: dict[int, tuple[bytes, ...]] = {}
         self._untrimmed = False
+        self._trimmed = False
 
     def carry_out(self, instructions: Sequence[Instruction]) -> None:
         """Send what the instructions ask for."""
@@ -65,12 +73,17 @@ class Transfers:
             self._running[blob].forgotten = True
 
     def trim(self) -> None:
-        """Tell the daemon, once after use, how little of each scratch file is needed now."""
+        """Tell the daemon, once after use, how little of each scratch file is needed now.
+
+        It holds until the next write, and for daemons to come: one that dies before the file has
+        been idle for long enough leaves the trimming to the next.
+        """
         if not self._untrimmed:
             return
         self._untrimmed = False
-        for file in range(len(self._link.directories)):
-            self._link.request(partial(self._make_trim, file), _ignore)
+        self._trimmed = True
+        for file in range(self._link.files):
+            self._link.enroll(_Trim(file), partial(self._make_trim, file), _ignore)
 
     def _make_trim(self, file: int, seq: int, epoch: int) -> messages.Trim:
         """By what is in use at this moment, which may not be the first one that it is sent at."""
@@ -83,6 +96,10 @@ class Transfers:
         )
         self._running[start.blob] = transfer
         self._untrimmed = True
+        if self._trimmed and transfer.writes:
+            self._trimmed = False
+            for file in range(self._link.files):
+                self._link.withdraw(_Trim(file))
         for index, piece in enumerate(start.pieces):
             make: Callable[[int, int], messages.Request] = partial(
                 messages.Write,
@@ -131,18 +148,26 @@ class Transfers:
         self.carry_out(self._residency.write_done(transfer.blob, _write_failure(transfer)))
 
 
+_MILDER = (Failure.OUT_OF_USE, Failure.DISK_FULL, Failure.CANCELLED)
+"""Failures of a write other than the device's, what decides first; all else counts as that."""
+
+
 def _write_failure(transfer: _Transfer) -> WriteFailure | None:
     """The one failure that decides what happens next: a bad device before a full or an idle one."""
-    failures = transfer.failures
-    for kind in (Failure.IO, Failure.REFUSED, Failure.DISK_FULL, Failure.CANCELLED):
-        found = {index: failed for index, failed in failures.items() if failed.kind == kind}
-        if found:
-            return WriteFailure(
-                kind=kind,
-                text="; ".join(dict.fromkeys(failed.text for failed in found.values())),
-                files=frozenset(transfer.pieces[index].file for index in found),
-            )
-    return None
+    if not transfer.failures:
+        return None
+    kinds = {failed.kind for failed in transfer.failures.values()}
+    kind = next((kind for kind in _MILDER if kinds <= set(_MILDER) and kind in kinds), Failure.IO)
+    found = {
+        index: failed
+        for index, failed in transfer.failures.items()
+        if failed.kind == kind or (kind is Failure.IO and failed.kind not in _MILDER)
+    }
+    return WriteFailure(
+        kind=kind,
+        text="; ".join(dict.fromkeys(failed.text for failed in found.values())),
+        files=frozenset(transfer.pieces[index].file for index in found),
+    )
 
 
 def _read_error(transfer: _Transfer) -> BlobError | None:

@@ -6,6 +6,7 @@ packet a message, some with fds:
 1. client: :class:`Hello`; daemon: :class:`Welcome`, or :class:`Refused` and close.
 2. client: :class:`Attach` with the arena's memfd (and, to resume, its scratch fds);
    daemon: :class:`Attached` with one ``O_PATH`` fd per scratch file, or :class:`Refused` and close.
+   There is a file in each directory, but for those that are out of use at that time.
 3. The connection then stays open and silent: it is the lifeline.
 4. client: :class:`Detach` and close, when it goes for good. A lifeline that closes without it,
    while its process lives, is that of a client that will resume.
@@ -37,6 +38,9 @@ class Failure(StrEnum):
     """No space on the file system, or the daemon's ``--disk`` quota is used up."""
     IO = "io"
     """The device answered with an error, or with less than was asked for."""
+    OUT_OF_USE = "out-of-use"
+    """A write to a directory that the daemon has taken out of use, while another of the client's
+    files is in one that works. Nothing was written; the same write may work later."""
     CORRUPT = "corrupt"
     """What was read does not have the checksum that was taken when it was written."""
     REFUSED = "refused"
@@ -85,9 +89,10 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """Daemon: the ZeroMQ identity to use; fds: one ``O_PATH`` scratch file per directory.
+    """Daemon: the ZeroMQ identity to use; fds: ``O_PATH``, one per directory that is in use.
 
-    None when the client resumes: it has them, and files keep the numbers they had.
+    Files are numbered from 0 in this order. None when the client resumes: it has them, and they
+    keep their numbers.
     """
 
     identity: bytes

@@ -7,15 +7,21 @@ the fewest inputs that reach the same code.
 """
 
 import argparse
+import hashlib
 import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import discod
 from tests.fuzz.targets import CORPUS, TARGETS
 
+DAEMON = str(Path(discod.__file__).parent)
 LONGEST_INPUT_BYTES = {"bytes": 1024, "near": 512, "tenant": 128, "conversation": 96}
 
 
@@ -53,17 +59,51 @@ def fuzz(target: str, executions: int, seed: int, keep: Path) -> bool:
     return code == 0
 
 
+def reached(target: str, data: bytes) -> set[tuple[str, int, int]]:
+    """The steps from line to line in the daemon's code that an input makes."""
+    steps: set[tuple[str, int, int]] = set()
+
+    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+        name = frame.f_code.co_filename
+        if not name.startswith(DAEMON):
+            return None
+        before = frame.f_lineno
+
+        def line(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
+            nonlocal before
+            steps.add((name, before, frame.f_lineno))
+            before = frame.f_lineno
+            return line
+
+        return line
+
+    sys.settrace(trace)
+    try:
+        TARGETS[target](data)
+    finally:
+        sys.settrace(None)
+    return steps
+
+
 def minimise(target: str, keep: Path) -> None:
-    """Replace the target's corpus by what reaches the same code, of it and of what was kept."""
-    old, new = CORPUS / target, CORPUS / f"{target}.new"
-    new.mkdir()
-    code, said = libfuzzer(target, "-set_cover_merge=1", str(new), str(keep / target), str(old))
-    if code:
-        shutil.rmtree(new)
-        raise SystemExit(said)
-    shutil.rmtree(old)
-    new.rename(old)
-    print(f"{target}: {len(list(old.iterdir()))} inputs in the corpus")
+    """Replace the target's corpus by inputs that reach all that it and what was kept reach."""
+    directories = [
+        directory for directory in (CORPUS / target, keep / target) if directory.is_dir()
+    ]
+    inputs = {path.read_bytes() for directory in directories for path in directory.iterdir()}
+    steps: set[tuple[str, int, int]] = set()
+    chosen = {b""}
+    ordered = sorted(inputs, key=lambda data: (len(data), data))
+    for data in [*ordered[:10], *ordered]:
+        new = reached(target, data)
+        if not new <= steps or len(chosen) < 10:
+            chosen.add(data)
+            steps |= new
+    shutil.rmtree(CORPUS / target)
+    (CORPUS / target).mkdir()
+    for data in chosen:
+        (CORPUS / target / hashlib.sha1(data).hexdigest()).write_bytes(data)
+    print(f"{target}: {len(chosen)} inputs in the corpus")
 
 
 def main() -> int:

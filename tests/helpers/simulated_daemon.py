@@ -3,7 +3,7 @@
 import ctypes
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from disco_client.arena import Arena
@@ -36,7 +36,7 @@ class SimulatedDaemon:
         violations: Slots that were changed while they were being written.
     """
 
-    directories = ("scratch",)
+    files = 1
 
     def __init__(self, arena: Arena, seed: int = 0, mode: str = "random") -> None:
         self.patience = 0.01
@@ -68,6 +68,15 @@ class SimulatedDaemon:
             io.begun = None
 
     # As of Link
+
+    def enroll(self, name: Hashable, make: Callable[[int, int], Request], answer: Answer) -> bool:
+        """It is the same daemon when it is back, and forgets nothing."""
+        self.request(make, answer)
+        return True
+
+    def withdraw(self, name: Hashable) -> bool:
+        """See :meth:`enroll`."""
+        return True
 
     def request(self, make: Callable[[int, int], Request], answer: Answer) -> int:
         """Take a request."""

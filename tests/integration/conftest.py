@@ -3,8 +3,11 @@
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -98,6 +101,39 @@ def raw_client() -> Iterator[Callable[..., RawClient]]:
     yield attach
     for client in clients:
         client.close()
+
+
+CLEAR_ERROR_SECONDS = 5.0
+"""From the call that meets a fault to its error, unless a timeout that was set says otherwise."""
+
+
+class ClearError(Protocol):
+    """The fixture :func:`clear_error`."""
+
+    def __call__(
+        self, kind: type[BaseException], fault: str
+    ) -> AbstractContextManager[pytest.ExceptionInfo[BaseException]]: ...
+
+
+@pytest.fixture
+def clear_error(record_property: Callable[[str, object], None]) -> ClearError:
+    """``with clear_error(kind, fault) as caught``: raises ``kind`` in time, which is recorded.
+
+    ``pytest --junitxml`` has the seconds of each fault.
+    """
+
+    @contextmanager
+    def raises(
+        kind: type[BaseException], fault: str
+    ) -> Iterator[pytest.ExceptionInfo[BaseException]]:
+        began = time.monotonic()
+        with pytest.raises(kind) as caught:
+            yield caught
+        seconds = time.monotonic() - began
+        record_property(f"seconds until the error: {fault}", f"{seconds:.2f}")
+        assert seconds < CLEAR_ERROR_SECONDS
+
+    return raises
 
 
 def privileged_or_skip(what: str) -> None:

@@ -354,8 +354,9 @@ class TestStatus:
             str(daemon.pid),
             f"arenas: 8.0 MiB taken of {ram} (--ram)",
             f"scratch: 0 B taken of {disk} (--disk)",
-            "checksums: sampled",
+            "checksums: sampled: lost, torn and misdirected writes are found",
             "O_DIRECT",
+            "in use",
             str(daemon.scratch),
             str(os.getpid()),
         ):

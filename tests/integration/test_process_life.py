@@ -241,7 +241,7 @@ def layer(one, x):
         print("ready", flush=True)
     return one(x)
 while True:
-    x = torch.randn(4096, 256, requires_grad=True)
+    x = torch.randn(1024, 256, requires_grad=True)
     phase = "forward"
     for one in layers:
         x = disco_client.checkpoint(lambda h, one=one: layer(one, h), x)

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import disco_client
-from disco_client import connection
+from disco_client import connection, link
 from tests.helpers.daemon import eventually, shm_entries
 from tests.helpers.jobs import Rank, run_job
 from tests.helpers.models import GPT, plain_checkpoint
@@ -269,3 +270,64 @@ def test_two_ranks_over_two_scratch_directories(
     for report in run_job(2, settings):
         assert report["history"]["checkpoint"] == report["history"]["plain"]
         assert report["read_bytes"] > 0
+
+
+def test_space_is_given_back_by_the_next_daemon(
+    daemon: Any, start_daemon: Callable[..., Any], attach: Attach
+) -> None:
+    """Else an idle job whose daemon was killed before it had trimmed keeps its disk for ever."""
+    attach(arena="2MiB")
+    manager = disco_client.DiskOffloadManager()
+    handles = [manager.save_tensor(torch.full((1 << 18,), float(i))) for i in range(6)]
+    for handle in handles:
+        manager.wait_for_save(handle, 10)
+    manager.cleanup()
+    eventually(lambda: daemon.status()["clients"][0]["in_flight"] == 0)
+    assert daemon.status()["disk_used_bytes"] > 0, "it is trimmed already"
+    daemon.kill()
+    hasty = (sys.executable, str(Path(__file__).parents[1] / "chaos" / "hasty.py"))
+    after = start_daemon(prefix=hasty)
+
+    def trimmed() -> bool:
+        disco_client.stats()  # notices the new daemon
+        status = after.status()
+        return len(status["clients"]) == 1 and status["disk_used_bytes"] == 0
+
+    eventually(trimmed)
+    handles = [manager.save_tensor(torch.full((1 << 18,), float(i))) for i in range(6)]
+    for i, handle in enumerate(handles):
+        assert torch.equal(manager.load_tensor(handle), torch.full((1 << 18,), float(i)))
+
+
+def test_a_daemon_that_did_not_answer_is_forgotten_when_another_comes(
+    daemon: Any, start_daemon: Callable[..., Any], attach: Attach
+) -> None:
+    """Else a blocked load waits many times as long as a daemon that died in the attach had taken.
+
+    The one in between is a socket on which nobody answers.
+    """
+    attach(arena="2MiB")
+    manager = disco_client.DiskOffloadManager()
+    handles = [manager.save_tensor(torch.full((1 << 18,), float(i))) for i in range(6)]
+    for handle in handles:
+        manager.wait_for_save(handle, 10)
+    blocked = threading.Thread(target=lambda: load_all(manager, handles))
+    path = daemon.socket_dir / "attach.sock"
+    with (
+        mock.patch.object(link, "HANDSHAKE_SECONDS", 1.0),
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf,
+    ):
+        daemon.kill()
+        path.unlink()
+        deaf.bind(str(path))
+        deaf.listen()
+        blocked.start()
+        # A brief attempt in passing, and one for which the load waits.
+        connections = [deaf.accept()[0] for _ in range(2)]
+        start_daemon()
+        served = time.monotonic()
+        blocked.join(40)
+        for each in connections:
+            each.close()
+    assert not blocked.is_alive()
+    assert time.monotonic() - served < 5, "20 times a second were waited for nothing"

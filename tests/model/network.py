@@ -131,11 +131,12 @@ class Router:
         return self._source
 
     def take_connections(
-        self, accepted: Callable[[int], None], ended: Callable[[int], None]
-    ) -> None:
+        self, accepted: Callable[[int], None], ended: Callable[[int], None], most: int
+    ) -> bool:
         """As the real one's, for those that have ended; there are no others than clients'."""
-        while self.ended:
+        for _ in range(min(most, len(self.ended))):
             ended(self.ended.popleft())
+        return bool(self.ended)
 
     def send(self, identity: bytes, body: bytes) -> bool:
         """As the real one's."""

@@ -20,7 +20,10 @@ from tests.model.world import Crashed, Trainer, World
 
 RUNS = int(os.environ.get("DISCOD_MODEL_RUNS", "30"))
 FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None
-"""On tmpfs where there is one: the disk is not what is tested here."""
+"""On tmpfs where there is one: the disk is not what is tested here.
+
+Named with a prefix that tests which look into /dev/shm at the same time know (``shm_entries``).
+"""
 
 
 @pytest.fixture

@@ -72,6 +72,35 @@ def test_memory_under_the_cgroups_limits(
     assert default_ram_bytes(machine(tmp_path, 64, groups)) == int(free_gib * GIB * RAM_SHARE)
 
 
+@pytest.mark.parametrize(
+    ("groups", "free_gib"),
+    [
+        ({"process_api/job": (1 << 63, 1, 0)}, 64),
+        ({"process_api/job": (16 * GIB, 4, 2)}, 14),
+        ({"process_api": (8 * GIB, 4, 0), "process_api/job": (16 * GIB, 4, 0)}, 4),
+        # In a container: the host's path does not exist there, its group is at the top.
+        ({"": (6 * GIB, 1, 0)}, 5),
+        ({"other": (GIB, 0, 0)}, 64),
+    ],
+)
+def test_memory_under_the_limits_of_version_1(
+    tmp_path: Path, groups: dict[str, tuple[int, int, int]], free_gib: int
+) -> None:
+    """On hosts with the old cgroups the same, though /proc lists a version 2 beside them."""
+    root = machine(tmp_path, 64, {})
+    (root / "proc/self/cgroup").write_text(
+        "9:name=systemd:/\n5:cpu,cpuacct:/\n4:hugetlb,memory:/process_api/job\n0::/\n"
+    )
+    for name, (limit, used_gib, inactive_gib) in groups.items():
+        group = root / "sys/fs/cgroup/memory" / name
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (group / "memory.usage_in_bytes").write_text(f"{used_gib * GIB}\n")
+        stat = f"inactive_file 999999999999\ntotal_inactive_file {inactive_gib * GIB}\n"
+        (group / "memory.stat").write_text(stat)
+    assert default_ram_bytes(root) == int(free_gib * GIB * RAM_SHARE)
+
+
 def test_memory_of_this_machine() -> None:
     """The default would be nothing on a real machine."""
     assert default_ram_bytes() > 1 << 20

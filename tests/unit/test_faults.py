@@ -36,6 +36,7 @@ def outcomes(call: Callable[[], int], times: int) -> list[int]:
         ("pwritev ENOSPC from=3", [len(DATA), len(DATA), -errno.ENOSPC, -errno.ENOSPC]),
         ("pwritev EIO every=2", [len(DATA), -errno.EIO, len(DATA), -errno.EIO]),
         ("pwritev short nth=1", [len(DATA) // 2, len(DATA), len(DATA), len(DATA)]),
+        ("pwritev nothing from=3", [len(DATA), len(DATA), 0, 0]),
         ("pwritev EIO in=blob", [-errno.EIO] * 4),
         ("pwritev EIO in=another", [len(DATA)] * 4),
         ("preadv EIO # another call", [len(DATA)] * 4),
@@ -47,6 +48,16 @@ def test_rules(tmp_path: Path, rule: str, wanted: list[int]) -> None:
     io = Faults(tmp_path / "rules").io()
     fd = io.open(tmp_path / "blob", os.O_RDWR | os.O_CREAT, 0o600)
     assert outcomes(lambda: io.pwritev(fd, [DATA], 0), 4) == wanted
+    os.close(fd)
+
+
+def test_opening_again_by_an_fd(tmp_path: Path) -> None:
+    """A rule for a directory would miss the files in it that a client brings back."""
+    (tmp_path / "rules").write_text("open EIO in=blob")
+    io = Faults(tmp_path / "rules").io()
+    fd = os.open(tmp_path / "blob", os.O_RDWR | os.O_CREAT, 0o600)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        io.open(f"/proc/self/fd/{fd}", os.O_RDONLY, 0)
     os.close(fd)
 
 

@@ -567,6 +567,65 @@ def test_a_failing_device_is_left_for_another(group: Group) -> None:
     assert simulation.residency.save_error(blob) is None
 
 
+def test_a_file_out_of_use_is_avoided_by_all_blobs(group: Group) -> None:
+    """Else each blob asks for itself whether the device works again; or none ever does."""
+    simulation = Simulation(4, files=2)
+    blobs = [simulation.save(1, group) for _ in range(4)]
+    out = simulation.ops[blobs[0]].start.pieces[0].file
+    simulation.complete(blobs[0], Failure.OUT_OF_USE, out)
+    for _ in range(6):
+        assert all(p.file != out for op in simulation.ops.values() for p in op.start.pieces)
+        simulation.complete_all()
+        blobs.append(simulation.save(1, group))
+    simulation.complete_all()
+    for blob in reversed(blobs):
+        assert simulation.residency.save_error(blob) is None
+        simulation.use(blob)
+    again = set()
+    for _ in range(6):
+        simulation.save(1, group)
+        again |= {p.file for op in simulation.ops.values() for p in op.start.pieces}
+        simulation.complete_all()
+    assert out in again, "the next cycle does not try"
+    simulation.finish()
+
+
+@pytest.mark.parametrize("refused", [Failure.OUT_OF_USE, Failure.IO])
+def test_a_file_out_of_use_and_another_that_fails(group: Group, refused: Failure) -> None:
+    """Else a save that no file takes is waited for in vain, or said to be done."""
+    simulation = Simulation(4, files=2)
+    blob, *_ = [simulation.save(1, group) for _ in range(4)]
+    (piece,) = simulation.ops[blob].start.pieces
+    simulation.complete(blob, refused, piece.file)
+    other = Failure.IO if refused is Failure.OUT_OF_USE else Failure.OUT_OF_USE
+    simulation.complete(blob, other, 1 - piece.file)
+    assert simulation.residency.saved(blob)
+    assert isinstance(simulation.residency.save_error(blob), ScratchError)
+    simulation.unpin(simulation.load(blob))
+    simulation.finish()
+
+
+def test_a_full_file_and_one_out_of_use(group: Group) -> None:
+    """Else the message of a full disk does not say that the other one fails."""
+    simulation = Simulation(4, files=2)
+    for _ in range(4):
+        simulation.save(1, group)
+
+    def refuse_all() -> None:
+        while simulation.ops:
+            blob = next(iter(simulation.ops))
+            (piece,) = simulation.ops[blob].start.pieces
+            kind = Failure.OUT_OF_USE if piece.file else Failure.DISK_FULL
+            simulation.complete(blob, kind, piece.file)
+
+    refuse_all()
+    assert simulation.try_place(1, group) is None, "both are tried once more"
+    refuse_all()
+    with pytest.raises(ScratchFull, match=r"disk-full for blob \d.*out-of-use for blob"):
+        simulation.try_place(1, group)
+    simulation.finish()
+
+
 def test_without_another_device_the_error_is_kept_and_the_blob_too(group: Group) -> None:
     """Else an I/O error loses the blob, or is tried for ever."""
     simulation = Simulation(4)

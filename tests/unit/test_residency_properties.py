@@ -171,7 +171,9 @@ class AnyUse(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         outcome=st.sampled_from(
-            [None] * 6 + [Failure.DISK_FULL, Failure.IO, Failure.CORRUPT, Failure.CANCELLED]
+            [None] * 6
+            + [Failure.DISK_FULL, Failure.OUT_OF_USE, Failure.IO]
+            + [Failure.CORRUPT, Failure.CANCELLED]
         ),
         named=st.booleans(),
     )
@@ -196,7 +198,7 @@ class AnyUse(RuleBasedStateMachine):
         if isinstance(error, ScratchFull):
             assert held.full_files
         elif isinstance(error, ScratchError):
-            assert any(b.save_error for b in ram)
+            assert held.out_files or any(b.save_error for b in ram)
         else:
             assert not ram
         check_invariants(simulation)

@@ -20,7 +20,7 @@ class Owner:
 class SilentLink:
     """A link to a daemon that takes requests and never answers."""
 
-    directories = ("scratch",)
+    files = 1
     patience = 30.0
 
     def __init__(self) -> None:
@@ -30,6 +30,13 @@ class SilentLink:
     def request(self, make: Any, answer: Any) -> int:
         self.requests.append(make(len(self.requests), 1))
         return len(self.requests)
+
+    def enroll(self, name: object, make: Any, answer: Any) -> bool:
+        self.request(make, answer)
+        return True
+
+    def withdraw(self, name: object) -> bool:
+        return True
 
     def drain(self) -> bool:
         return False

@@ -15,7 +15,7 @@ from discod.budget import Budget
 from discod.exits import Exit, StartupError
 from discod.io import Io
 from discod.locks import Locked, lock_directory
-from discod.scratch_file import GROW_STEP_BYTES, ScratchFile, ScratchFull
+from discod.scratch_file import GROW_STEP_BYTES, ScratchFile, ScratchFull, Unopened
 from discod.storage import Directory, ForeignFile
 from discod.syscalls import fallocate
 from discod.wire import PAGE_BYTES
@@ -169,6 +169,31 @@ class TestGrowth:
         assert os.fstat(file.fd).st_size == file.allocated_bytes == 8 * MIB == quota.used_bytes
         file.close(discard=False)
 
+    def test_what_failed_is_freed_before_others_may_have_it(
+        self, make_directory: Callable[..., Directory], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """For an instant two files would hold what is one's in the quota."""
+        quota = Budget(1 << 30)
+
+        def short(fd: int, offset: int, length: int) -> None:
+            os.ftruncate(fd, offset + length // 2)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        file = make_directory(Io(fallocate=short)).create(quota)
+        sizes = []
+        release = quota.release
+
+        def look(size_bytes: int) -> None:
+            sizes.append(os.fstat(file.fd).st_size)
+            release(size_bytes)
+
+        monkeypatch.setattr(quota, "release", look)
+        with pytest.raises(ScratchFull):
+            grow(file, MIB)
+        assert sizes == [0, 0], "for the step, and for what is needed"
+        monkeypatch.undo()
+        file.close(discard=False)
+
     def test_a_failing_device_is_no_full_one(
         self, make_directory: Callable[..., Directory], quota: Budget
     ) -> None:
@@ -298,6 +323,99 @@ class TestDirectory:
         assert os.pread(plain, 4, 4096) == b"kept"
         os.close(plain)
         again.close(discard=False)
+
+    @pytest.mark.parametrize("readable", [True, False])
+    def test_resume_on_a_failing_device(
+        self, make_directory: Callable[..., Directory], quota: Budget, readable: bool
+    ) -> None:
+        """A client would lose all of its blobs with the directory that some of them are in."""
+
+        def fail(path: Path | str, flags: int, mode: int) -> int:
+            if str(path).startswith("/proc") and (flags & os.O_RDWR or not readable):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return os.open(path, flags, mode)
+
+        directory = make_directory(Io(open=fail))
+        file = directory.create(quota)
+        grow(file, MIB)
+        path_fd = os.open(f"/proc/self/fd/{file.fd}", os.O_PATH)
+        file.close(discard=False)
+        again = directory.adopt(path_fd, quota)
+        assert again.allocated_bytes == quota.used_bytes >= GROW_STEP_BYTES
+        with pytest.raises(Unopened, match="Read-only"):
+            grow(again, 1)
+        if readable:
+            again.check_open(os.O_RDONLY)
+        else:
+            with pytest.raises(Unopened, match="Read-only"):
+                again.check_open(os.O_RDONLY)
+        again.trim(0, again.keep())
+        again.close(discard=True)
+        assert directory.health.last_failure == "", "a client could take it away from all others"
+        os.close(path_fd)
+
+    def test_which_directory_made_a_file(
+        self, directory: Directory, quota: Budget, tmp_path: Path
+    ) -> None:
+        """Of two on one device the wrong one would be blamed after a restart."""
+        (tmp_path / "other").mkdir()
+        other = Directory(tmp_path / "other")
+        file = directory.create(quota)
+        assert directory.made(file.fd)
+        assert not other.made(file.fd)
+        file.close(discard=False)
+        other.close()
+
+    @pytest.mark.parametrize("direct", [True, False])
+    @pytest.mark.parametrize(
+        ("call", "code"),
+        [("open", errno.EROFS), ("pwritev", errno.EIO), ("preadv", errno.EIO), ("", 0)],
+    )
+    def test_check(
+        self, make_directory: Callable[..., Directory], direct: bool, call: str, code: int
+    ) -> None:
+        """A directory that still fails would be used again, or one that works again would not."""
+        failing = False
+
+        def maybe(name: str, plain: Callable[..., int]) -> Callable[..., int]:
+            def wrapped(*args: object) -> int:
+                if failing and name == call:
+                    raise OSError(code, "injected")
+                if not failing and not direct and name == "pwritev":
+                    raise OSError(errno.EINVAL, "no O_DIRECT")
+                return plain(*args)
+
+            return wrapped
+
+        plain = Io()
+        io = Io(
+            **{name: maybe(name, getattr(plain, name)) for name in ("open", "pwritev", "preadv")}
+        )
+        directory = make_directory(io)
+        assert directory.direct is direct
+        failing = True
+        if call:
+            with pytest.raises(OSError, match="injected") as caught:
+                directory.check()
+            assert caught.value.errno == code
+        else:
+            directory.check()
+
+    def test_check_of_a_full_disk(self, make_directory: Callable[..., Directory]) -> None:
+        """A disk that failed and is full by now would never be used again."""
+
+        def fail(*args: object) -> int:
+            raise OSError(errno.ENOSPC, "injected")
+
+        make_directory(Io(pwritev=fail)).check()
+
+    def test_another_file_system_in_its_place(self, directory: Directory, quota: Budget) -> None:
+        """After an unmount, the disk that the mount point is on would fill up."""
+        directory.device += 1
+        for make in (lambda: directory.create(quota), directory.check):
+            with pytest.raises(OSError, match="another file system") as caught:
+                make()
+            assert caught.value.errno == errno.ENODEV
 
     @pytest.mark.parametrize(
         ("kind", "said"),

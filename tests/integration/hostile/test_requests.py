@@ -184,3 +184,13 @@ def test_messages_of_every_size(daemon: Daemon, raw_client: Connect) -> None:
     assert isinstance(client.ask(Ping), Done)
     client.dealer.send(bytes(1 << 20))
     assert client.lifeline.recv(1) == b"", "libzmq has dropped the connection, and nobody says so"
+
+
+def test_clients_of_one_rank(daemon: Daemon, raw_client: Connect) -> None:
+    """Of two jobs with equal ranks ZeroMQ would serve the first alone, if ranks named its peers."""
+    one, other = raw_client(daemon, rank=0), raw_client(daemon, rank=0)
+    assert one.identity != other.identity
+    for client in (one, other, one):
+        assert isinstance(client.write(0, 0, MIB), Done)
+    again = raw_client(daemon, rank=0)
+    assert isinstance(again.ask(Ping), Done)
