@@ -182,11 +182,15 @@ class World:
             reclaim: Wait until the daemon has freed all of it first, and note how long it took.
         """
         old = self.victims.ranks[number]
-        files = set(nameless_files(old.pid))
-        old.kill()
-        self.counts.kills["rank SIGKILL"] += 1
-        if reclaim:
-            self.counts.reclaim_seconds.append(self._reclaimed(old, files))
+        try:
+            files = set(nameless_files(old.pid))
+        except FileNotFoundError:
+            files = set()
+        if not old.ended:  # it may have detached by itself, if it was told to
+            old.kill()
+            self.counts.kills["rank SIGKILL"] += 1
+            if reclaim:
+                self.counts.reclaim_seconds.append(self._reclaimed(old, files))
         old.close()
         rank = self.make_rank(self.victims, number)
         self.victims.ranks[number] = rank
