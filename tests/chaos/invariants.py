@@ -5,7 +5,8 @@
 3. *Accounted*: nothing is in flight; the daemon knows the living ranks and no other; its disk and
    memory budgets are the sums over them, and the nameless files occupy what is accounted.
 4. *Nothing left*: fds of each kind, mapped arenas and threads of the daemon are those of a fresh
-   one with as many clients; those of a rank are as after the first step of the first in its place.
+   one with as many clients, and its nameless files are those that its clients hold; those of a
+   rank are as after the first step of the first in its place.
    No name in the scratch directories, and none but the two sockets in theirs; no mapping of
    /dev/shm.
 5. *No fault of its own*: no traceback in the daemon's log.
@@ -19,7 +20,7 @@ from collections import Counter
 from typing import Any
 
 from discod.status import NoStatus
-from tests.chaos.processes import Holdings, holdings, nameless_bytes
+from tests.chaos.processes import NAMELESS, Holdings, holdings, nameless_files
 from tests.chaos.world import World, waited
 
 QUIET_SECONDS = 20.0
@@ -109,6 +110,7 @@ class Invariants:
         """What is wrong with the accounts, or nothing."""
         status = self._status()
         clients = status["clients"]
+        files = nameless_files(self._world.the_daemon.pid)
         pids = sorted(client["pid"] for client in clients)
         if pids != sorted(rank.pid for rank in self._world.all_ranks):
             return f"clients {pids}, and the ranks are {[r.pid for r in self._world.all_ranks]}"
@@ -120,7 +122,7 @@ class Invariants:
                 sum(scratch["used_bytes"] for scratch in status["scratch"]),
                 status["disk_used_bytes"],
             ),
-            "files": (nameless_bytes(self._world.the_daemon.pid), status["disk_used_bytes"]),
+            "files": (sum(files.values()), status["disk_used_bytes"]),
         }
         wrong = {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
         return f"accounts are not what they should be: {wrong}" if wrong else ""
@@ -131,6 +133,9 @@ class Invariants:
         wanted = Counter(self._world.empty.fds)
         for kind, count in self._for_a_client.items():
             wanted[kind] += clients * count
+        # A client has no file in a directory that was out of use when it came.
+        files = {file for rank in self._world.all_ranks for file in nameless_files(rank.pid)}
+        wanted[NAMELESS] = len(files)
         if now.fds != wanted:
             return f"fds of the daemon: {dict(now.fds)}, not {dict(wanted)}"
         if (now.arenas, now.shm) != (clients, 0):
@@ -143,7 +148,12 @@ class Invariants:
         for job in (self._world.survivors, self._world.victims):
             for number, rank in enumerate(job.ranks):
                 now, first = holdings(rank.pid), self._of_a_rank[job.name, number]
-                if (now.fds, now.arenas, now.threads) != (first.fds, first.arenas, first.threads):
+                fds = Counter(now.fds)
+                files = fds.pop(NAMELESS, 0)
+                few = not 1 <= files <= first.fds[NAMELESS]
+                fds[NAMELESS] = first.fds[NAMELESS]
+                held = (fds, now.arenas, now.threads)
+                if few or held != (first.fds, first.arenas, first.threads):
                     return f"{rank.name} holds {now}, after its first step {first}"
         return ""
 

@@ -5,6 +5,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+NAMELESS = "nameless file"
+
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
@@ -47,18 +49,18 @@ def holdings(pid: int) -> Holdings:
     )
 
 
-def nameless_bytes(pid: int) -> int:
-    """What the nameless files that ``pid`` has open occupy, each counted once."""
+def nameless_files(pid: int) -> dict[tuple[int, int], int]:
+    """The nameless files that ``pid`` has fds of: by device and inode, the bytes they occupy."""
     occupied = {}
     folder = f"/proc/{pid}/fd"
     for fd in os.listdir(folder):
         try:
-            if _kind(os.readlink(f"{folder}/{fd}")) == "nameless file":
+            if _kind(os.readlink(f"{folder}/{fd}")) == NAMELESS:
                 status = os.stat(f"{folder}/{fd}")
                 occupied[status.st_dev, status.st_ino] = status.st_blocks * 512
         except FileNotFoundError:
             continue
-    return sum(occupied.values())
+    return occupied
 
 
 def _kind(target: str) -> str:
@@ -66,7 +68,7 @@ def _kind(target: str) -> str:
     if target.startswith("/memfd:discod"):
         return "arena"
     if target.endswith(" (deleted)"):
-        return "nameless file"
+        return NAMELESS
     if target.startswith(("socket:", "pipe:")):
         return target.partition(":")[0]
     if target.startswith("anon_inode:"):

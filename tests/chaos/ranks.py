@@ -71,6 +71,11 @@ class Rank:
         self._control.send_bytes(json.dumps({"do": do} | what).encode())
 
     @property
+    def ended(self) -> bool:
+        """Whether the process is over: its pid may be another's then."""
+        return self._process.exitcode is not None
+
+    @property
     def busy(self) -> bool:
         """Whether it has still something to say."""
         self._take_in(0)

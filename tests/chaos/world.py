@@ -15,7 +15,7 @@ from typing import Any
 from discod.status import NoStatus
 from discod.wire.paths import socket_paths
 from tests.chaos.disk import Disk
-from tests.chaos.processes import Holdings, holdings
+from tests.chaos.processes import Holdings, holdings, nameless_files
 from tests.chaos.rank import MIN_BYTES, PERIOD
 from tests.chaos.ranks import Job, Rank
 from tests.helpers.daemon import Daemon, eventually
@@ -182,20 +182,25 @@ class World:
             reclaim: Wait until the daemon has freed all of it first, and note how long it took.
         """
         old = self.victims.ranks[number]
-        old.kill()
-        self.counts.kills["rank SIGKILL"] += 1
-        if reclaim:
-            self.counts.reclaim_seconds.append(self._reclaimed(old))
+        try:
+            files = set(nameless_files(old.pid))
+        except FileNotFoundError:
+            files = set()
+        if not old.ended:  # it may have detached by itself, if it was told to
+            old.kill()
+            self.counts.kills["rank SIGKILL"] += 1
+            if reclaim:
+                self.counts.reclaim_seconds.append(self._reclaimed(old, files))
         old.close()
         rank = self.make_rank(self.victims, number)
         self.victims.ranks[number] = rank
         rank.begin_step()
 
-    def _reclaimed(self, rank: Rank) -> float:
-        """Seconds from now until neither the rank nor a byte of it is in the daemon."""
+    def _reclaimed(self, rank: Rank, files: set[tuple[int, int]]) -> float:
+        """Seconds from now until neither the rank nor a byte or file of it is in the daemon."""
         killed = time.monotonic()
         while True:
-            if self._gone(rank.pid):
+            if self._gone(rank.pid, files):
                 return time.monotonic() - killed
             if time.monotonic() - killed > RECLAIM_SECONDS:
                 raise AssertionError(
@@ -204,7 +209,7 @@ class World:
                 )
             time.sleep(0.002)
 
-    def _gone(self, pid: int) -> bool:
+    def _gone(self, pid: int, files: set[tuple[int, int]]) -> bool:
         try:
             status = self.the_daemon.status()
         except NoStatus:
@@ -216,7 +221,7 @@ class World:
             and status["disk_used_bytes"] == sum(client["disk_bytes"] for client in clients)
             and status["ram_used_bytes"] == sum(client["arena_bytes"] for client in clients)
             and held.arenas == len(clients)
-            and held.fds["nameless file"] == len(self.disks) * len(clients)
+            and files.isdisjoint(nameless_files(self.the_daemon.pid))
         )
 
     def _make_expected(self, ranks: int, others: int) -> None:

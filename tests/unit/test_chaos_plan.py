@@ -7,7 +7,7 @@ import pytest
 
 from tests.chaos.invariants import GROWTH_BYTES, Broken, growth
 from tests.chaos.plan import ERRORS, HARMLESS_TO_A_JOB, WEIGHTS, Kind, draw
-from tests.chaos.processes import holdings, nameless_bytes
+from tests.chaos.processes import holdings, nameless_files
 
 
 def test_a_seed_is_replayed() -> None:
@@ -44,14 +44,16 @@ def test_memory_that_grows_is_found() -> None:
 def test_what_a_process_holds_is_seen(tmp_path: Path) -> None:
     """A nameless file or an arena that stays open would not be counted."""
     pid = os.getpid()
-    before, bytes_before = holdings(pid), nameless_bytes(pid)
+    before, files_before = holdings(pid), nameless_files(pid)
     file = os.open(tmp_path, os.O_RDWR | os.O_TMPFILE, 0o600)
     arena = os.memfd_create("discod-arena")
     try:
         os.posix_fallocate(file, 0, 1 << 20)
         now = holdings(pid)
         assert now.fds - before.fds == {"nameless file": 1, "arena": 1}
-        assert nameless_bytes(pid) - bytes_before == 1 << 20
+        status = os.fstat(file)
+        new = {(status.st_dev, status.st_ino): 1 << 20}
+        assert nameless_files(pid) == files_before | new
     finally:
         os.close(file)
         os.close(arena)
