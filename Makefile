@@ -6,13 +6,16 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 GPU_ARGS ?=
+CHAOS_ARGS ?=
+SOAK_ARGS ?=
+FUZZ_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format coverage compatibility bench-io gpu clean
+.PHONY: help demo test lint format coverage compatibility bench-io gpu chaos soak fuzz clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -55,6 +58,16 @@ bench-io: $(STAMP)  ## Measure saving and loading against fio and a bare O_DIREC
 
 gpu: $(STAMP)  ## Check and measure discod on a GPU (5 minutes; GPU_ARGS="--device cpu --quick" without)
 	$(BIN)/python -m tests.gpu $(GPU_ARGS)
+
+chaos: $(STAMP)  ## Train while a seeded adversary kills, stops, fills and breaks things (10 minutes)
+	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+
+soak: $(STAMP)  ## Use it at random for an hour, and see that nothing grows
+	$(BIN)/python -m tests.soak --out soak-results $(SOAK_ARGS)
+
+fuzz: $(STAMP)  ## Fuzz all that reads what clients send (some minutes; FUZZ_ARGS="--help")
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0
+	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 clean:  ## Remove .venv and all caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis htmlcov build dist
