@@ -18,6 +18,7 @@ import logging
 import os
 import select
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
 
 from disco_client.errors import DaemonError, DaemonLost, DaemonNotRunning, afresh
@@ -31,6 +32,9 @@ BRIEF_SECONDS = 0.1
 
 RETRY_SECONDS = 0.05
 """Between attempts to re-attach."""
+
+MOST_SENT = 16_384
+"""Requests sent and not answered; the others wait here. The daemon refuses those above 32,768."""
 
 Answer = Callable[[Reply], None]
 
@@ -80,6 +84,8 @@ class Link:
         self._restart = restart
         self._pending: dict[int, _Pending] = {}
         self._enrolments: dict[Hashable, _Enrolment] = {}
+        self._unsent: deque[int] = deque()
+        self._unanswered = 0
         self._next_seq = 0
         self._scratch_fds: list[int] = []
         self._lost_since: float | None = None
@@ -113,7 +119,8 @@ class Link:
         self._next_seq += 1
         self._pending[seq] = _Pending(make, answer)
         if not self.lost:
-            self._send(seq)
+            self._unsent.append(seq)
+            self._send_some()
         return seq
 
     def enroll(self, name: Hashable, make: Callable[[int, int], Request], answer: Answer) -> bool:
@@ -147,7 +154,9 @@ class Link:
         for reply in replies:
             pending = self._pending.pop(reply.seq, None) if reply.epoch == self._epoch else None
             if pending is not None:
+                self._unanswered -= 1
                 pending.answer(reply)
+        self._send_some()
         return True
 
     def wait(self, timeout: float) -> None:
@@ -239,11 +248,15 @@ class Link:
         self._asked_at = None
         for enrolment in self._enrolments.values():
             self._pending[enrolment.seq] = _Pending(enrolment.make, enrolment.answer)
-        for seq in sorted(self._pending):
-            self._send(seq)
+        self._unanswered = 0
+        self._unsent = deque(sorted(self._pending))
+        self._send_some()
 
-    def _send(self, seq: int) -> None:
-        self._io.send(self._pending[seq].make(seq, self._epoch))
+    def _send_some(self) -> None:
+        while self._unsent and self._unanswered < MOST_SENT:
+            seq = self._unsent.popleft()
+            self._io.send(self._pending[seq].make(seq, self._epoch))
+            self._unanswered += 1
 
     def _hung_up(self) -> bool:
         """Whether the daemon has closed the lifeline, or the I/O connection is not what it was."""

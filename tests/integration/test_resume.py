@@ -4,16 +4,18 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import disco_client
-from disco_client import connection
+from disco_client import connection, link
 from discod.wire.fds import send_message
 from discod.wire.messages import Attach, Done
 from tests.helpers.raw_client import MIB, greet
@@ -119,3 +121,33 @@ def test_a_resume_that_is_answered_too_late(
         assert client.arena[: 4 * MIB] == bytes(range(256)) * (4 * MIB // 256)
         client.arena[: 4 * MIB] = bytes(4 * MIB)
         client.detach()
+
+
+STRICT = """
+import sys
+from discod import tenant
+from discod.cli import main
+tenant.MAX_UNANSWERED = 8
+main(sys.argv[4:])
+"""
+
+
+def test_more_requests_than_the_daemon_takes_at_a_time(
+    start_daemon: Callable[..., Any], attach_to: Callable[..., None]
+) -> None:
+    """Tens of thousands of small tensors would be refused, each as if its disk had failed."""
+    prefix = (sys.executable, "-c", STRICT)
+    daemon = start_daemon(prefix=prefix)
+    attach_to(daemon, arena="4MiB", min_bytes="4KiB")
+    with mock.patch.object(link, "MOST_SENT", 6):
+        manager = disco_client.DiskOffloadManager(save_workers=100, prefetch_size=100)
+        tensors = [torch.full((1 << 12,), float(i)) for i in range(600)]
+        handles = [manager.save_tensor(tensor) for tensor in tensors]
+        daemon.kill()
+        again = start_daemon(prefix=prefix, scratch=daemon.scratch, socket_dir=daemon.socket_dir)
+        for handle, tensor in zip(handles, tensors, strict=True):
+            assert torch.equal(manager.load_tensor(handle), tensor)
+        for handle in handles:
+            manager.wait_for_save(handle, 10)  # raises if a write was refused
+    assert disco_client.stats().read_bytes > 0
+    assert "refused" not in daemon.log + again.log
