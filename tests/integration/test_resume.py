@@ -138,10 +138,10 @@ def test_more_requests_than_the_daemon_takes_at_a_time(
     """Tens of thousands of small tensors would be refused, each as if its disk had failed."""
     prefix = (sys.executable, "-c", STRICT)
     daemon = start_daemon(prefix=prefix)
-    attach_to(daemon, arena="4MiB", min_bytes="4KiB")
+    attach_to(daemon, arena="2MiB", min_bytes="4KiB")
     with mock.patch.object(link, "MOST_SENT", 6):
         manager = disco_client.DiskOffloadManager(save_workers=100, prefetch_size=100)
-        tensors = [torch.full((1 << 12,), float(i)) for i in range(600)]
+        tensors = [torch.full((1 << 12,), float(i)) for i in range(250)]
         handles = [manager.save_tensor(tensor) for tensor in tensors]
         daemon.kill()
         again = start_daemon(prefix=prefix, scratch=daemon.scratch, socket_dir=daemon.socket_dir)
