@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,6 +17,18 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_second_interrupt() -> Iterator[None]:
+    """An interrupt that a test makes and Python loses would come again in the middle of the next.
+
+    ``test_process_life.py`` shows it in processes of their own.
+    """
+    from disco_client import interrupts
+
+    with mock.patch.object(interrupts, "_thread"):
+        yield
 
 
 @pytest.fixture
