@@ -5,8 +5,10 @@ tensor. It prints one JSON line a second and ends, having released everything, w
 closed.
 """
 
+import ctypes
 import gc
 import json
+import os
 import random
 import sys
 import threading
@@ -20,6 +22,7 @@ from torch import nn
 
 import disco_client
 from tests.helpers.training import fingerprint
+from tests.soak.procfs import sample
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
 ROUNDS_PER_STEP = 12
@@ -176,10 +179,21 @@ def in_threads(seed: int, most_bytes: int, live_bytes: int, done: Done) -> None:
 
 
 def report(done: Done) -> None:
-    """One line for the parent."""
+    """One line for the parent, with the memory that is left when nothing is held.
+
+    glibc keeps what was freed in pieces of all sizes, tens of MiB more or less at any moment: it is
+    made to give that back first.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     stats = disco_client.stats()
-    moved = {"written_bytes": stats.written_bytes, "read_bytes": stats.read_bytes}
-    print(json.dumps(asdict(done) | moved | {"live_blobs": stats.live_blobs}), flush=True)
+    measures = {
+        "written_bytes": stats.written_bytes,
+        "read_bytes": stats.read_bytes,
+        "live_blobs": stats.live_blobs,
+        "anon_bytes": sample(os.getpid(), 0.0).anon_bytes,
+    }
+    print(json.dumps(asdict(done) | measures), flush=True)
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -214,10 +228,8 @@ def main(settings: dict[str, Any]) -> None:
         else:
             layers.step()
         if time.monotonic() >= next_line:
-            gc.collect()
             report(done)
             next_line = time.monotonic() + 1.0
-    gc.collect()
     report(done)
     disco_client.close()
 

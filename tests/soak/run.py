@@ -1,6 +1,7 @@
 """The soak itself: a daemon, two processes that last, others that come and go, and samples."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -159,7 +160,10 @@ def soak(plan: Plan, folder: Path) -> Outcome:
                 sample(daemon.pid, now)
             )
             for name, each in lasting.items():
-                outcome.samples.setdefault(name, []).append(sample(each.pid, now))
+                at_rest = dataclasses.replace(
+                    sample(each.pid, now), anon_bytes=each.last["anon_bytes"]
+                )
+                outcome.samples.setdefault(name, []).append(at_rest)
             outcome.disk.append((now, daemon.status()["disk_used_bytes"]))
             visitors.look(now)
             for name, each in lasting.items():

@@ -50,7 +50,7 @@ def test_it_runs(tmp_path: Path) -> None:
         ("daemon 0", 0.0, 0, None),
         ("daemon 0", 6.0 * MIB, 0, "daemon 0: anon_bytes"),
         ("trainer 1", 6.0 * MIB, 0, None),
-        ("trainer 1", 40.0 * MIB, 0, "trainer 1: anon_bytes"),
+        ("trainer 1", 30.0 * MIB, 0, "trainer 1: anon_bytes"),
         ("trainer 1", 0.0, 20, "trainer 1: fds"),
     ],
 )
