@@ -54,7 +54,6 @@ class Transfers:
         self._checksums: dict[int, tuple[bytes, ...]] = {}
         self._untrimmed = False
         self._trimmed = False
-        self._trimmed_early = False
 
     def carry_out(self, instructions: Sequence[Instruction]) -> None:
         """Send what the instructions ask for."""
@@ -82,17 +81,18 @@ class Transfers:
         if not self._untrimmed:
             return
         self._untrimmed = False
-        self._tell_trim()
-
-    def _tell_trim(self) -> None:
         self._trimmed = True
-        self._trimmed_early = bool(self._running)
         for file in range(self._link.files):
             self._link.enroll(_Trim(file), partial(self._make_trim, file), _ignore)
 
     def _make_trim(self, file: int, seq: int, epoch: int) -> messages.Trim:
-        """By what is in use at this moment, which may not be the first one that it is sent at."""
-        size = self._residency.scratch.high_water_bytes(file)
+        """By what is in use at this moment, which may not be the first one that it is sent at.
+
+        Without live blobs nothing is, though writes of freed ones may have their extents yet: the
+        daemon waits for their end, and each write that it gets after this makes this void.
+        """
+        live = self._residency.live_blobs
+        size = self._residency.scratch.high_water_bytes(file) if live else 0
         return messages.Trim(seq, epoch, file, size)
 
     def _start(self, start: StartWrite | StartRead) -> None:
@@ -102,7 +102,7 @@ class Transfers:
         self._running[start.blob] = transfer
         self._untrimmed = True
         if self._trimmed and transfer.writes:
-            self._trimmed = self._trimmed_early = False
+            self._trimmed = False
             for file in range(self._link.files):
                 self._link.withdraw(_Trim(file))
         for index, piece in enumerate(start.pieces):
@@ -145,9 +145,6 @@ class Transfers:
             error = _read_error(transfer)
             cancelled = bool(transfer.failures) and error is None
             self.carry_out(self._residency.read_done(transfer.blob, error, cancelled))
-        if self._trimmed_early and not self._running:
-            # What was in flight when the last blob was freed has its extents until now.
-            self._tell_trim()
 
     def _write_done(self, transfer: _Transfer) -> None:
         if not transfer.failures and not transfer.forgotten:

@@ -11,8 +11,8 @@ class Sample:
 
     Attributes:
         seconds: Since the soak began.
-        anon_bytes: Resident memory of its own (``RssAnon``): where a leak of objects would show. Of a
-            trainer, what it says of the last moment at which it held nothing.
+        anon_bytes: Resident memory of its own (``RssAnon``): where a leak of objects would show;
+            of a trainer, what it says of the last moment at which it held nothing.
         shared_bytes: Resident shared memory (``RssShmem``): arenas, each once a process.
     """
 
