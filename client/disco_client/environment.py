@@ -33,7 +33,14 @@ DAEMON = {
     "DISCOD_EXIT_IDLE",
 }
 """Read by a daemon that is started here, which inherits this environment."""
-_TESTS = {"DISCOD_FAULTS", "DISCOD_TEST_REQUIRE_ALL", "DISCOD_TEST_SEED"}
+_TESTS = {
+    "DISCOD_FAULTS",
+    "DISCOD_MODEL_RUNS",
+    "DISCOD_TEST_LONG",
+    "DISCOD_TEST_REQUIRE_ALL",
+    "DISCOD_TEST_ROUNDS",
+    "DISCOD_TEST_SEED",
+}
 
 _warned: set[str] = set()
 
