@@ -1,6 +1,8 @@
 """The I/O threads, with injected failures and with real files."""
 
+import ctypes
 import errno
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -157,6 +159,26 @@ def test_short_transfers_are_continued(bench: Bench, steps: tuple[int, ...]) -> 
     read = bench.run(bench.engine(in_steps(*steps)), bench.job(back, token=write.result))
     assert read.error is None
     assert back == data
+
+
+def test_all_io_is_aligned(bench: Bench) -> None:
+    """O_DIRECT refuses anything else, on some file systems and devices; also after a short write."""
+    misaligned: list[tuple[int, int, int]] = []
+
+    def strict(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        (buffer,) = buffers
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        if address % PAGE_BYTES or len(buffer) % PAGE_BYTES or offset % PAGE_BYTES:
+            misaligned.append((address, len(buffer), offset))
+        return os.pwritev(fd, [buffer[: PAGE_BYTES + 1904]], offset)  # as with RLIMIT_FSIZE
+
+    memory = mmap.mmap(-1, 3 * CHUNK)
+    memory[:] = data = os.urandom(3 * CHUNK)
+    write = WriteBlob(bench.file, CHUNK, memoryview(memory), Mode.FULL)
+    job = Job("a", Priority.WRITE, len(data), write, bench.ended.append)
+    assert bench.run(bench.engine(Io(pwritev=strict)), job).error is None
+    assert misaligned == []
+    assert os.pread(bench.fd, len(data), CHUNK) == data
 
 
 @pytest.mark.parametrize("steps", [(0,), (512,), (PAGE_BYTES, 0)])
