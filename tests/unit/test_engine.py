@@ -162,7 +162,7 @@ def test_short_transfers_are_continued(bench: Bench, steps: tuple[int, ...]) -> 
 
 
 def test_all_io_is_aligned(bench: Bench) -> None:
-    """O_DIRECT refuses anything else, on some file systems and devices; also after a short write."""
+    """O_DIRECT refuses anything else, on some systems and devices; also after a short write."""
     misaligned: list[tuple[int, int, int]] = []
 
     def strict(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
