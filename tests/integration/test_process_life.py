@@ -232,7 +232,8 @@ class TestLimits:
 
 
 STEPS = """
-import sys, torch, disco_client
+import signal, sys, torch, disco_client
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run by nohup
 disco_client.connect(sys.argv[1], arena="4MiB", min_bytes="4KiB")
 layers = [torch.nn.Linear(256, 256) for _ in range(6)]
 phase = "forward"
