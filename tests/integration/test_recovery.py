@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from tests.helpers.training import train
 
 Attach = Callable[..., None]
 MODEL = {"layers": 6, "width": 128, "length": 128}
+HASTY = (sys.executable, str(Path(__file__).parents[1] / "helpers" / "hasty_daemon.py"))
 TRAIN: dict[str, Any] = {"steps": 3, "batch": 16, "length": 128}
 
 
@@ -287,8 +289,7 @@ def test_space_is_given_back_by_the_next_daemon(
     eventually(lambda: daemon.status()["clients"][0]["in_flight"] == 0)
     assert daemon.status()["disk_used_bytes"] > 0, "it is trimmed already"
     daemon.kill()
-    hasty = (sys.executable, str(Path(__file__).parents[1] / "helpers" / "hasty_daemon.py"))
-    after = start_daemon(prefix=hasty)
+    after = start_daemon(prefix=HASTY)
 
     def trimmed() -> bool:
         disco_client.stats()  # notices the new daemon
@@ -301,38 +302,35 @@ def test_space_is_given_back_by_the_next_daemon(
         assert torch.equal(manager.load_tensor(handle), torch.full((1 << 18,), float(i)))
 
 
-def test_a_daemon_that_did_not_answer_is_forgotten_when_another_comes(
-    daemon: Any, start_daemon: Callable[..., Any], attach: Attach
-) -> None:
-    """Else a blocked load waits many times as long as a daemon that died in the attach had taken.
-
-    The one in between is a socket on which nobody answers.
-    """
+def test_a_blocked_call_looks_for_a_daemon_all_the_time(daemon: Any, attach: Attach) -> None:
+    """Else it waits for nothing where others, who can do without, had found no answer in time."""
     attach(arena="2MiB")
-    manager = disco_client.DiskOffloadManager()
-    handles = [manager.save_tensor(torch.full((1 << 18,), float(i))) for i in range(6)]
-    for handle in handles:
-        manager.wait_for_save(handle, 10)
-    blocked = threading.Thread(target=lambda: load_all(manager, handles))
-    path = daemon.socket_dir / "attach.sock"
-    with (
-        mock.patch.object(link, "HANDSHAKE_SECONDS", 1.0),
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf,
-    ):
-        daemon.kill()
-        path.unlink()
-        deaf.bind(str(path))
-        deaf.listen()
-        blocked.start()
-        # A brief attempt in passing, and one for which the load waits.
-        connections = [deaf.accept()[0] for _ in range(2)]
-        start_daemon()
-        served = time.monotonic()
-        blocked.join(40)
-        for each in connections:
-            each.close()
-    assert not blocked.is_alive()
-    assert time.monotonic() - served < 5, "20 times a second were waited for nothing"
+    session_link = connection.current().session.link
+    daemon.kill()
+    now = 1000.0
+    attempts: list[tuple[float, float]] = []
+
+    def silent(socket_dir: Path, timeout: float) -> None:
+        nonlocal now
+        attempts.append((now, timeout))
+        now += timeout
+        raise disco_client.DaemonLost("it did not answer")
+
+    clock = SimpleNamespace(monotonic=lambda: now)
+    with mock.patch.multiple(link, time=clock, Greeting=silent):
+        while now < 1030:
+            session_link.check(blocked=False)  # as every call does first
+            session_link.check(blocked=True)
+            now += 0.01
+        patient = [at for at, timeout in attempts if timeout == link.HANDSHAKE_SECONDS]
+        assert len(patient) >= 8, "of 10 that there is time for"
+        began, spent = now, 0.0
+        while now < began + 30:
+            before = now
+            session_link.check(blocked=False)
+            spent += now - before
+            now += 0.01
+        assert 0 < spent < 3, "a daemon that does not answer slows down calls that need none"
 
 
 class Step:
@@ -388,3 +386,21 @@ def rules_in(path: Path, rules: str) -> Iterator[None]:
     path.write_text(rules)
     yield
     path.write_text("")
+
+
+def test_an_idle_job_holds_no_disk(
+    start_daemon: Callable[..., Any], attach_to: Callable[..., None], tmp_path: Path
+) -> None:
+    """Else a job that makes no more calls keeps what its last writes were still going to."""
+    rules = tmp_path / "rules"
+    rules.write_text("")
+    daemon = start_daemon(prefix=HASTY, env={"DISCOD_FAULTS": str(rules)})
+    attach_to(daemon, arena="2MiB")
+    rules.write_text("pwritev delay=60")  # until it changes
+    manager = disco_client.DiskOffloadManager()
+    handles = [manager.save_tensor(torch.full((1 << 17,), float(i))) for i in range(4)]
+    eventually(lambda: daemon.status()["disk_used_bytes"] > 0, what="a write that has begun")
+    manager.cleanup()
+    del handles
+    rules.write_text("")
+    eventually(lambda: daemon.status()["disk_used_bytes"] == 0)
