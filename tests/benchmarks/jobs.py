@@ -7,12 +7,7 @@ meet the same machine in the same minutes.
 import contextlib
 import json
 import os
-import selectors
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,13 +16,11 @@ import psutil
 from tests.benchmarks.page_cache import cached_bytes
 from tests.benchmarks.systems import AXOLOTL, WITH_ARENA, Attachment
 from tests.benchmarks.trainer import Settings, StepReport
+from tests.benchmarks.workers import Worker, answers
 from tests.benchmarks.workloads import Workload
 
-ROOT = Path(__file__).parents[2]
 START_SECONDS = 120.0
 STEP_SECONDS = 600.0
-END_SECONDS = 15.0
-SAMPLE_SECONDS = 0.01
 
 MALLOC: dict[str, dict[str, str]] = {
     "default": {},
@@ -39,10 +32,6 @@ MALLOC: dict[str, dict[str, str]] = {
     },
 }
 """How the ranks' malloc treats freed memory (mallopt(3))."""
-
-
-class JobFailed(Exception):
-    """A rank ended, or said nothing; the text has what it said last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +87,22 @@ class Job:
         ]
 
     def wait_until_ready(self) -> None:
-        """Until all ranks wait for their first step. Raises :class:`JobFailed`."""
-        self._answers(START_SECONDS)
+        """Until all ranks wait for their first step. Raises :class:`WorkerFailed`."""
+        answers(self._ranks, START_SECONDS)
 
     def step(self, count: int) -> list[list[StepReport]]:
         """``count`` steps; for each, the reports of all ranks in their order.
 
         Raises:
-            JobFailed: A rank ended, or did not finish in ``STEP_SECONDS``.
+            WorkerFailed: A rank ended, or did not finish in ``STEP_SECONDS``.
         """
-        self._order(count)
-        return self._reports(self._answers(STEP_SECONDS))
+        return self._step(count, None)
 
     def step_watched(self) -> tuple[list[StepReport], MemorySample]:
         """One step, in which memory and page cache are looked at all the time, which slows it.
 
         Raises:
-            JobFailed: As :meth:`step`.
+            WorkerFailed: As :meth:`step`.
         """
         ranks = [psutil.Process(rank.pid) for rank in self._ranks]
         most = MemorySample(0, 0)
@@ -127,94 +115,33 @@ class Job:
                 if total > most.total_bytes:
                     most = MemorySample(total, cache)
 
-        self._order(1)
-        (reports,) = self._reports(self._answers(STEP_SECONDS, look))
+        (reports,) = self._step(1, look)
         return reports, most
 
     def close(self) -> None:
-        """Let the ranks end, and see that they do. Raises :class:`JobFailed` when one fails."""
+        """Let the ranks end, and see that they do. Raises :class:`WorkerFailed`."""
         for rank in self._ranks:
-            _close(rank)
-        deadline = time.monotonic() + END_SECONDS
-        codes = []
+            rank.end()
         for rank in self._ranks:
-            try:
-                codes.append(rank.wait(max(0.1, deadline - time.monotonic())))
-            except subprocess.TimeoutExpired:
-                rank.kill()
-                codes.append(rank.wait())
-        if any(codes):
-            raise self._failed(f"the ranks ended with {codes}")
+            rank.close()
 
     def kill(self) -> None:
         """End it if it has not ended yet."""
         for rank in self._ranks:
-            _close(rank)
-            if rank.poll() is None:
-                rank.send_signal(signal.SIGKILL)
-            rank.wait()
-            if rank.stdout is not None:
-                rank.stdout.close()
+            rank.kill()
 
-    def _start(self, settings: Settings, malloc: str) -> "subprocess.Popen[str]":
+    def _start(self, settings: Settings, malloc: str) -> Worker:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
         environment |= MALLOC[malloc] | {
             "GLOO_SOCKET_IFNAME": "lo",  # the ranks meet on this machine, whatever its name is
             "LOCAL_RANK": str(settings.rank),
             "LOCAL_WORLD_SIZE": str(settings.workload.ranks),
         }
-        with self._log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "tests.benchmarks.trainer", settings.to_json()],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+        return Worker("tests.benchmarks.trainer", settings.to_json(), self._log, environment)
 
-    def _order(self, count: int) -> None:
+    def _step(self, count: int, look: Callable[[], None] | None) -> list[list[StepReport]]:
         for rank in self._ranks:
-            if rank.stdin is None:
-                raise self._failed("the job is closed")
-            try:
-                rank.stdin.write(f"{count}\n")
-                rank.stdin.flush()
-            except BrokenPipeError:
-                raise self._failed("a rank ended") from None
-
-    def _answers(self, seconds: float, look: Callable[[], None] | None = None) -> list[str]:
-        answers: dict[int, str] = {}
-        deadline = time.monotonic() + seconds
-        with selectors.DefaultSelector() as selector:
-            for number, rank in enumerate(self._ranks):
-                if rank.stdout is not None:
-                    selector.register(rank.stdout, selectors.EVENT_READ, number)
-            while len(answers) < len(self._ranks):
-                for key, _ in selector.select(SAMPLE_SECONDS if look else 1.0):
-                    answers[key.data] = self._ranks[key.data].stdout.readline()
-                    selector.unregister(key.fileobj)
-                    if not answers[key.data]:
-                        raise self._failed(f"rank {key.data} ended")
-                if look is not None:
-                    look()
-                if time.monotonic() > deadline:
-                    raise self._failed(f"nothing in {seconds:.0f} s")
-        return [answers[number] for number in range(len(self._ranks))]
-
-    def _reports(self, answers: Sequence[str]) -> list[list[StepReport]]:
-        by_rank = [[StepReport(**step) for step in json.loads(answer)] for answer in answers]
+            rank.tell(str(count))
+        lines = answers(self._ranks, STEP_SECONDS, look)
+        by_rank = [[StepReport(**step) for step in json.loads(line)] for line in lines]
         return [list(reports) for reports in zip(*by_rank, strict=True)]
-
-    def _failed(self, what: str) -> JobFailed:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._ranks[0].wait(1.0)
-        last = "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
-        return JobFailed(f"{self.system}: {what}\n{last}")
-
-
-def _close(rank: "subprocess.Popen[str]") -> None:
-    if rank.stdin is not None:
-        with contextlib.suppress(OSError):
-            rank.stdin.close()

@@ -94,7 +94,7 @@ class Bench:
 
         Raises:
             WrongBytes: Gradients differ, or bytes do not add up.
-            JobFailed: A rank ended.
+            WorkerFailed: A rank ended.
         """
         self._legs += 1
         arena_bytes = workload.arena_bytes(leg.share)

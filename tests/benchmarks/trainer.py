@@ -1,12 +1,10 @@
 """One rank of one system: ``python -m tests.benchmarks.trainer SETTINGS``, SETTINGS in JSON.
 
-Each line on stdin is a number of steps to make; the answer is one line of JSON on stdout with a
-report for each. The end of stdin is the end of the training. Everything else that this process or
-a library prints goes to stderr.
+A worker: each line that it is told is a number of steps to make, and the answer has a report for
+each, in JSON. The end of stdin is the end of the training.
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterable
@@ -22,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import disco_client
 from tests.benchmarks.systems import WITH_ARENA, Attachment, open_system
+from tests.benchmarks.workers import answering
 from tests.benchmarks.workloads import Workload, make_batch, make_model
 
 
@@ -163,8 +162,7 @@ def _file_bytes() -> dict[str, int]:
 def main() -> None:
     """Run the rank."""
     settings = Settings.from_json(sys.argv[1])
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)
+    with answering() as answer:
         workload = settings.workload
         if workload.ranks > 1:
             torch.distributed.init_process_group(
@@ -174,10 +172,9 @@ def main() -> None:
                 world_size=workload.ranks,
             )
         trainer = Trainer(settings)
-        print(json.dumps([]), file=answers, flush=True)
+        answer("ready")
         for line in sys.stdin:
-            reports = [asdict(trainer.step()) for _ in range(int(line))]
-            print(json.dumps(reports), file=answers, flush=True)
+            answer(json.dumps([asdict(trainer.step()) for _ in range(int(line))]))
         if settings.system in WITH_ARENA:
             disco_client.close()
         if workload.ranks > 1:
