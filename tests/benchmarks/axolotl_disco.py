@@ -1,12 +1,13 @@
 """Axolotl's ``Disco``, from its published package, made to run on the CPU.
 
 Only its module ``offload_disk`` is imported, with what it takes from Axolotl itself (a logger)
-given here: the package pulls in dozens of others. Changed are three defaults that name CUDA.
+given here: the package pulls in dozens of others. Changed are two defaults that name CUDA.
 """
 
 import importlib.util
 import logging
 import sys
+import tempfile
 import types
 from pathlib import Path
 from typing import Any
@@ -49,15 +50,28 @@ def load(path: Path, folder: Path, *, prefetch_size: int = 1, save_workers: int 
     logger = types.ModuleType("axolotl.utils.logging")
     vars(logger)["get_logger"] = logging.getLogger
     stand_ins = {name: types.ModuleType(name) for name in ("axolotl", "axolotl.utils")}
-    sys.modules.update(stand_ins | {logger.__name__: logger})
-    spec = importlib.util.spec_from_file_location("axolotl_offload_disk", path)
-    if spec is None or spec.loader is None:
-        raise NotInstalled(f"{path} cannot be imported")
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.tempfile.tempdir = str(folder)
+    stand_ins[logger.__name__] = logger
+    before = {name: sys.modules.get(name) for name in stand_ins}
+    sys.modules.update(stand_ins)
+    try:
+        spec = importlib.util.spec_from_file_location("axolotl_offload_disk", path)
+        if spec is None or spec.loader is None:
+            raise NotInstalled(f"{path} cannot be imported")
+        module: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        for name, earlier in before.items():
+            if earlier is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = earlier
     module.DiskOffloadManager.load_tensor.__defaults__ = ("cpu",)
-    module.Disco.get_instance(
-        prefetch_size=prefetch_size, prefetch_to_gpu=False, save_workers=save_workers
-    )
+    usual = tempfile.tempdir
+    tempfile.tempdir = str(folder)
+    try:
+        module.Disco.get_instance(
+            prefetch_size=prefetch_size, prefetch_to_gpu=False, save_workers=save_workers
+        )
+    finally:
+        tempfile.tempdir = usual
     return module

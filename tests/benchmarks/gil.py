@@ -7,22 +7,33 @@ a ratio is to the same process at the same time. Every tensor that comes back is
 
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from tests.benchmarks import axolotl_disco
+from tests.benchmarks.frame import Goal, Line, Plot, Progress, RunOptions
 from tests.benchmarks.offloader import FULL, IDLE, PACED, WAKE, WORK, Seen, Settings, Window
+from tests.benchmarks.spread import Spread
+from tests.benchmarks.systems import AXOLOTL
 from tests.benchmarks.workers import Worker, answers
 from tests.helpers.daemon import Daemon
 
 DISCOD = "discod"
+SYSTEMS = (AXOLOTL, DISCOD)
 LOADS = (FULL, PACED)
 GOAL_WORK = 0.97
 START_SECONDS = 120.0
 GRACE_SECONDS = 120.0
 """For the cycle that is under way when a window ends."""
+LATE = ("late_p50_seconds", "late_p99_seconds", "late_worst_seconds")
+HEADER = (
+    "| | | work over idle | waited for a core | waited for the GIL | late p50, p99, worst, ms "
+    "| longest stall, ms | moved, GB/s |\n|---|---|---|---|---|---|---|---|\n"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +53,80 @@ class Plan:
     paced_bytes_per_second: float = 0.5e9
 
 
-def measure(
-    plan: Plan, directory: Path, progress: Callable[[str], None] = lambda text: None
-) -> dict[str, Any]:
+class Gil:
+    """The benchmark."""
+
+    name = "gil"
+    title = "The main thread beside offloading"
+
+    def run(self, options: RunOptions, progress: Progress) -> dict[str, Any]:
+        """Raises: as :func:`measure`."""
+        missing = {}
+        try:
+            axolotl_disco.find()
+        except axolotl_disco.NotInstalled as error:
+            missing[AXOLOTL] = str(error)
+        plan = Plan(
+            systems=[system for system in SYSTEMS if system not in missing],
+            rounds=8 if options.full else 3,
+            window_seconds=1.0 if options.full else 0.5,
+        )
+        return measure(plan, options.directory, progress) | {"missing": missing}
+
+    def goals(self, result: dict[str, Any]) -> list[Goal]:
+        """Python's throughput; the worst stall is only stated."""
+        work = Spread.of(work_ratios(result, DISCOD, FULL))
+        return [
+            Goal(
+                f"pure-Python work of the main thread beside discod at full rate at least "
+                f"{GOAL_WORK} of idle",
+                work.text(),
+                work.median >= GOAL_WORK,
+            )
+        ]
+
+    def markdown(self, result: dict[str, Any]) -> str:
+        """Work, lateness, stalls and bytes of each system and load."""
+        parts = [
+            f"{system} could not be run: {reason}.\n"
+            for system, reason in result["missing"].items()
+        ]
+        rows = [
+            _row(result, system, load)
+            for system in result["plan"]["systems"]
+            for load in (IDLE, *LOADS)
+        ]
+        return "\n".join([*parts, HEADER + "".join(rows)])
+
+    def plots(self, result: dict[str, Any]) -> list[Plot]:
+        """Late wake-ups by percentile."""
+        lines = []
+        for system in result["plan"]["systems"]:
+            spreads = [
+                Spread.of([seconds * 1e3 for seconds in figures(result, system, FULL, WAKE, name)])
+                for name in LATE
+            ]
+            lines.append(
+                Line(
+                    label=system,
+                    x=[50.0, 99.0, 100.0],
+                    y=[spread.median for spread in spreads],
+                    least=[spread.least for spread in spreads],
+                    greatest=[spread.greatest for spread in spreads],
+                )
+            )
+        return [
+            Plot(
+                name="gil-late",
+                title="Wake-ups of the main thread beside offloading at full rate",
+                x_label="percentile (100: the worst)",
+                y_label="ms late",
+                lines=lines,
+            )
+        ]
+
+
+def measure(plan: Plan, directory: Path, progress: Progress = lambda text: None) -> dict[str, Any]:
     """All rounds; by system, load and probe, a list of what was seen.
 
     Raises:
@@ -127,3 +209,22 @@ def figures(result: dict[str, Any], system: str, load: str, probe: str, name: st
     at = 0 if load == IDLE else 1
     which = FULL if load == IDLE else load
     return [one[system][which][probe][at][name] for one in result["rounds"]]
+
+
+def _row(result: dict[str, Any], system: str, load: str) -> str:
+    def of(probe: str, name: str) -> float:
+        return median(figures(result, system, load, probe, name))
+
+    ran, queued = of(WORK, "cpu_share"), of(WORK, "queued_share")
+    work = "1" if load == IDLE else Spread.of(work_ratios(result, system, load)).text()
+    cells = [
+        system,
+        load,
+        work,
+        f"{queued:.1%}",
+        f"{max(0.0, 1 - ran - queued):.1%}",
+        ", ".join(f"{of(WAKE, name) * 1e3:.2f}" for name in LATE),
+        f"{of(WORK, 'late_worst_seconds') * 1e3:.1f}",
+        f"{of(WORK, 'bytes_per_second') / 1e9:.2f}",
+    ]
+    return "| " + " | ".join(cells) + " |\n"

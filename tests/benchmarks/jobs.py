@@ -78,7 +78,7 @@ class Job:
             min_bytes=min(1 << 20, workload.hidden_bytes),
             folder=str(self._files),
         )
-        threads = max(1, (os.cpu_count() or 1) // workload.ranks)
+        threads = workload.threads or max(1, (os.cpu_count() or 1) // workload.ranks)
         self._ranks = [
             self._start(
                 Settings(system, workload, attachment, rank, threads, str(folder / "store")), malloc

@@ -7,9 +7,9 @@ Gradients are compared bit by bit at every step.
 """
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,6 +41,10 @@ class Leg:
     systems: Sequence[str]
     rounds: int
     steps: int
+
+    def without(self, systems: Collection[str]) -> "Leg":
+        """The same leg, with those systems left out."""
+        return replace(self, systems=[name for name in self.systems if name not in systems])
 
 
 @dataclass(slots=True)

@@ -24,11 +24,12 @@ class Workload:
 
     Attributes:
         layers: Checkpointed layers; each keeps its input until backward.
-        hidden_bytes: Bytes of one input (float32).
+        hidden_bytes: Bytes of one input (float32): whole huge pages (2 MiB), as the arena has.
         width: Its last dimension.
         inner: Width inside the MLP, which decides how much compute there is per byte; 0: the
             layers are those of the demo's GPT, with attention.
         ranks: DDP ranks, over gloo.
+        threads: Of each rank; 0: the cores, divided by the ranks.
     """
 
     layers: int
@@ -36,6 +37,7 @@ class Workload:
     width: int
     inner: int
     ranks: int = 1
+    threads: int = 0
 
     @property
     def activation_bytes(self) -> int:
