@@ -205,7 +205,8 @@ def summary(
     }
     if system == AXOLOTL:
         most = max(run.samples, key=lambda sample: sample.total_bytes)
-        result["cache_bytes"] = most.cache_bytes
+        cached = most.cache_bytes
+        result["cache_bytes"] = None if cached is None else cached // workload.ranks
         result["peak_bytes"] = max(result["peak_bytes"], most.total_bytes // workload.ranks)
         for name in ("write_bytes", "cancelled_write_bytes", "read_bytes"):
             result[name] = median(report.file_bytes[name] for report in counted)

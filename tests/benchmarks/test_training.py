@@ -67,6 +67,8 @@ def test_goals_are_judged(result: dict[str, Any]) -> None:
     systems[AXOLOTL] = copy.deepcopy(systems[PLAIN])
     systems[AXOLOTL]["peak_bytes"] = systems[DISCOD]["peak_bytes"] + 1
     systems["discod Disco"]["peak_bytes"] += 1
+    changed["legs"].append(copy.deepcopy(changed["legs"][0]))
+    changed["legs"][1]["leg"]["malloc"] = "default"
     systems["discod Disco"]["written_bytes"] = OVERFLOW_BYTES * 1.03
     goals = Training().goals(changed)
     assert [goal.met for goal in goals] == [True, False, *[None] * 6, True, False, False]
