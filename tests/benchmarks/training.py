@@ -176,7 +176,7 @@ def _memory_goals(result: dict[str, Any]) -> Iterator[Goal]:
         systems = leg["systems"]
         if AXOLOTL not in systems or leg["leg"]["malloc"] != "default":
             continue
-        for system in sorted(set(WITH_ARENA) & systems.keys()):
+        for system in (name for name in WITH_ARENA if name in systems):
             ours, theirs = systems[system]["peak_bytes"], systems[AXOLOTL]["peak_bytes"]
             yield Goal(
                 f"{system}, {_name(leg)}: peak memory lower than Axolotl's with its page cache",
