@@ -12,7 +12,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-VERSION = "0.19.0"
+from tests.benchmarks import peers
+
 MODULE = "axolotl/monkeypatch/gradient_checkpointing/offload_disk.py"
 """In the package's ``src`` or in its wheel."""
 
@@ -28,13 +29,13 @@ def find() -> Path:
         NotInstalled: There is none.
     """
     places = [Path(folder) for folder in sys.path if folder]
-    places.append(Path(sys.prefix) / ".cache" / f"axolotl-{VERSION}")
+    places.append(peers.AXOLOTL_CACHE)
     for place in places:
         for path in (place / MODULE, place / "src" / MODULE):
             if path.is_file():
                 return path
     raise NotInstalled(
-        f"axolotl {VERSION} is not installed: no {MODULE} in sys.path or {places[-1]}"
+        f"axolotl {peers.AXOLOTL} is not installed: no {MODULE} in sys.path or {places[-1]}"
     )
 
 

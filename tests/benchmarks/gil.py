@@ -15,12 +15,12 @@ from statistics import median
 from typing import Any
 
 from tests.benchmarks import axolotl_disco
-from tests.benchmarks.frame import Goal, Line, Plot, Progress, RunOptions
+from tests.benchmarks.frame import Goal, Plot, Progress, RunOptions
 from tests.benchmarks.offloader import FULL, IDLE, PACED, WAKE, WORK, Seen, Settings, Window
-from tests.benchmarks.spread import Spread
+from tests.benchmarks.service import service
+from tests.benchmarks.spread import show, spread
 from tests.benchmarks.systems import AXOLOTL
 from tests.benchmarks.workers import Worker, answers
-from tests.helpers.daemon import Daemon
 
 DISCOD = "discod"
 SYSTEMS = (AXOLOTL, DISCOD)
@@ -75,13 +75,13 @@ class Gil:
 
     def goals(self, result: dict[str, Any]) -> list[Goal]:
         """Python's throughput; the worst stall is only stated."""
-        work = Spread.of(work_ratios(result, DISCOD, FULL))
+        work = spread(work_ratios(result, DISCOD, FULL))
         return [
             Goal(
                 f"pure-Python work of the main thread beside discod at full rate at least "
                 f"{GOAL_WORK} of idle",
-                work.text(),
-                work.median >= GOAL_WORK,
+                show(work),
+                work["median"] >= GOAL_WORK,
             )
         ]
 
@@ -100,28 +100,20 @@ class Gil:
 
     def plots(self, result: dict[str, Any]) -> list[Plot]:
         """Late wake-ups by percentile."""
-        lines = []
-        for system in result["plan"]["systems"]:
-            spreads = [
-                Spread.of([seconds * 1e3 for seconds in figures(result, system, FULL, WAKE, name)])
-                for name in LATE
+        series = {
+            system: [
+                (words, median(figures(result, system, FULL, WAKE, name)) * 1e3)
+                for words, name in zip(("median", "99 %", "worst"), LATE, strict=True)
             ]
-            lines.append(
-                Line(
-                    label=system,
-                    x=[50.0, 99.0, 100.0],
-                    y=[spread.median for spread in spreads],
-                    least=[spread.least for spread in spreads],
-                    greatest=[spread.greatest for spread in spreads],
-                )
-            )
+            for system in result["plan"]["systems"]
+        }
         return [
             Plot(
                 name="gil-late",
-                title="Wake-ups of the main thread beside offloading at full rate",
-                x_label="percentile (100: the worst)",
+                title="The main thread's wake-ups beside offloading at full rate",
+                x_label="",
                 y_label="ms late",
-                lines=lines,
+                series=series,
             )
         ]
 
@@ -138,13 +130,7 @@ def measure(plan: Plan, directory: Path, progress: Progress = lambda text: None)
                 tempfile.TemporaryDirectory(prefix="discod-bench-", dir=directory)
             )
         )
-        sockets = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="discod-bench-")))
-        (folder / "scratch").mkdir()
-        daemon = Daemon(
-            scratch=folder / "scratch", socket_dir=sockets, log_path=sockets / "daemon.log"
-        )
-        cleanup.callback(daemon.close)
-        daemon.wait_until_ready()
+        sockets = cleanup.enter_context(service(folder)).socket_dir
         workers = {}
         for number, system in enumerate(plan.systems):
             files = folder / f"files{number}"
@@ -216,7 +202,7 @@ def _row(result: dict[str, Any], system: str, load: str) -> str:
         return median(figures(result, system, load, probe, name))
 
     ran, queued = of(WORK, "cpu_share"), of(WORK, "queued_share")
-    work = "1" if load == IDLE else Spread.of(work_ratios(result, system, load)).text()
+    work = "1" if load == IDLE else show(spread(work_ratios(result, system, load)))
     cells = [
         system,
         load,

@@ -16,8 +16,9 @@ from typing import Any
 
 import psutil
 
-from tests.benchmarks.cycles import WrongBytes
+from tests.benchmarks.frame import WrongBytes
 from tests.benchmarks.jobs import Job, MemorySample
+from tests.benchmarks.service import service
 from tests.benchmarks.systems import AXOLOTL, REFERENCE, WITH_ARENA
 from tests.benchmarks.trainer import StepReport
 from tests.benchmarks.workloads import Workload
@@ -74,17 +75,7 @@ class Bench:
                     tempfile.TemporaryDirectory(prefix="discod-bench-", dir=self._directory)
                 )
             )
-            self._sockets = Path(
-                cleanup.enter_context(tempfile.TemporaryDirectory(prefix="discod-bench-"))
-            )
-            (self._folder / "scratch").mkdir()
-            self.daemon = Daemon(
-                scratch=self._folder / "scratch",
-                socket_dir=self._sockets,
-                log_path=self._sockets / "daemon.log",
-            )
-            cleanup.callback(self.daemon.close)
-            self.daemon.wait_until_ready()
+            self.daemon = cleanup.enter_context(service(self._folder))
             self._cleanup = cleanup.pop_all()
         return self
 
@@ -108,7 +99,7 @@ class Bench:
             for system in leg.systems:
                 folder = self._folder / f"leg{self._legs}-{len(jobs)}"
                 folder.mkdir()
-                job = Job(system, workload, arena_bytes, self._sockets, folder, leg.malloc)
+                job = Job(system, workload, arena_bytes, self.daemon.socket_dir, folder, leg.malloc)
                 cleanup.callback(job.kill)
                 jobs.append(job)
             for job in jobs:

@@ -18,7 +18,7 @@ import torch
 
 import disco_client
 from tests.benchmarks import axolotl_disco
-from tests.benchmarks.cycles import WrongBytes
+from tests.benchmarks.frame import WrongBytes
 from tests.benchmarks.systems import AXOLOTL
 from tests.benchmarks.workers import answering
 

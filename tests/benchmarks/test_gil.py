@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.benchmarks.cycles import WrongBytes
+from tests.benchmarks.frame import WrongBytes
 from tests.benchmarks.gil import DISCOD, GOAL_WORK, Gil, Plan, measure
 from tests.benchmarks.offloader import FULL, WORK, Load, Probed, Settings, work
 from tests.benchmarks.systems import AXOLOTL
@@ -25,7 +25,7 @@ def test_benchmark_runs_and_is_judged(tmp_path: Path) -> None:
     assert f"{AXOLOTL} could not be run: absent." in page
     assert page.count(f"| {DISCOD} |") == 3
     (plot,) = Gil().plots(result)
-    assert [line.label for line in plot.lines] == [DISCOD]
+    assert list(plot.series) == [DISCOD]
 
     def met(ratio: float) -> bool | None:
         changed = copy.deepcopy(result)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.benchmarks import axolotl_disco, legs
-from tests.benchmarks.cycles import WrongBytes
-from tests.benchmarks.frame import RunOptions
+from tests.benchmarks.frame import RunOptions, WrongBytes
 from tests.benchmarks.legs import Leg
 from tests.benchmarks.page_cache import cached_bytes
 from tests.benchmarks.systems import (
@@ -84,8 +83,8 @@ def test_plot_has_a_point_for_each_arena(result: dict[str, Any]) -> None:
         leg["systems"]["discod Disco"] = leg["systems"][DISCOD]
         legs.append(leg)
     (plot,) = Training().plots({"missing": {}, "legs": legs})
-    assert [line.x for line in plot.lines] == [[10.0, 50.0]] * 2
-    assert plot.lines[0].y == [1.1, 1.5]
+    points = [(10.0, 1.1), (50.0, 1.5)]
+    assert plot.series == {DISCOD: points, "discod Disco": points}
     assert Training().plots(result) == []
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from discod.wire.sizes import format_size
 from tests.benchmarks import axolotl_disco
-from tests.benchmarks.frame import Goal, Line, Plot, Progress, RunOptions
+from tests.benchmarks.frame import Goal, Plot, Progress, RunOptions
 from tests.benchmarks.legs import Bench, Leg
-from tests.benchmarks.spread import Spread
+from tests.benchmarks.spread import show, spread
 from tests.benchmarks.systems import (
     AXOLOTL,
     DISCOD,
@@ -125,25 +125,21 @@ class Training:
         legs = sorted(_legs(result, "I/O-heavy", "warm"), key=lambda leg: leg["leg"]["share"])
         if len(legs) < 2:
             return []
-        lines = []
-        for system in WITH_ARENA:
-            spreads = [Spread.of(leg["systems"][system]["ratios"]) for leg in legs]
-            lines.append(
-                Line(
-                    label=system,
-                    x=[leg["leg"]["share"] * 100 for leg in legs],
-                    y=[spread.median for spread in spreads],
-                    least=[spread.least for spread in spreads],
-                    greatest=[spread.greatest for spread in spreads],
-                )
-            )
+        series = {
+            system: [
+                (leg["leg"]["share"] * 100, median(leg["systems"][system]["ratios"]))
+                for leg in legs
+            ]
+            for system in WITH_ARENA
+        }
         return [
             Plot(
                 name="training-arena",
                 title="I/O-heavy model: step over plain checkpointing",
                 x_label="arena, % of the activations",
-                y_label="step time over plain checkpointing",
-                lines=lines,
+                y_label="step over plain checkpointing",
+                series=series,
+                reference=1.0,
             )
         ]
 
@@ -158,15 +154,15 @@ def _step_goals(result: dict[str, Any]) -> Iterator[Goal]:
     for workload, limit in GOAL_RATIOS.items():
         for system in WITH_ARENA:
             found = [
-                Spread.of(leg["systems"][system]["ratios"])
+                spread(leg["systems"][system]["ratios"])
                 for leg in _legs(result, workload, "warm")
                 if leg["leg"]["share"] == GOAL_SHARE and system in leg["systems"]
             ]
             yield Goal(
                 f"{system}, {workload}: step over plain checkpointing at an arena of "
                 f"{GOAL_SHARE:.0%} at most {limit}",
-                found[0].text() if found else "not measured",
-                found[0].median <= limit if found else None,
+                show(found[0]) if found else "not measured",
+                found[0]["median"] <= limit if found else None,
             )
 
 
@@ -229,7 +225,7 @@ def _row(system: str, figures: dict[str, Any]) -> str:
     cells = [
         system,
         f"{median(figures['seconds']):.2f}",
-        Spread.of(figures["ratios"]).text(),
+        show(spread(figures["ratios"])),
         format_size(figures["peak_bytes"]),
     ]
     if system in WITH_ARENA:
