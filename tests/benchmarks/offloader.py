@@ -74,8 +74,8 @@ class Seen:
         late_p50_seconds: How late the WAKE probe woke; how long a unit of the WORK probe took.
         bytes_per_second: Saved and loaded meanwhile.
         cpu_share: Of the time, how much the main thread ran.
-        queued_share: How much it waited for a core. What is missing to 1 in a WORK probe, it
-            waited for the GIL.
+        queued_share: How much it waited for a core. What is missing to 1 in a WORK probe is
+            the GIL, or time that the hypervisor took.
     """
 
     units_per_second: float
