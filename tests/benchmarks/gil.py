@@ -30,10 +30,11 @@ START_SECONDS = 120.0
 GRACE_SECONDS = 120.0
 """For the cycle that is under way when a window ends."""
 LATE = ("late_p50_seconds", "late_p99_seconds", "late_worst_seconds")
-INTRODUCTION = """Medians of the rounds. A full rate beside a main thread that never sleeps needs more
-than two cores, so the work lost is split by its cause, as the kernel accounts for it: waiting for a
-core, or blocked, which is the GIL in as far as it is above the idle row's.
-"""
+INTRODUCTION = (
+    "Medians of the rounds. A full rate beside a main thread that never sleeps needs more than "
+    "two cores, so the work lost is split by its cause, as the kernel accounts for it: waiting "
+    "for a core, or blocked, which is the GIL in as far as it is above the idle row's.\n"
+)
 HEADER = (
     "| | | work over idle | waited for a core | blocked | late p50, p99, worst, ms "
     "| longest stall, ms | moved, GB/s |\n|---|---|---|---|---|---|---|---|\n"
