@@ -35,7 +35,7 @@ def make(benchmarks: Sequence[Benchmark], folder: Path, notes: Path) -> str:
         benchmarks: In the order of the page; those without a file are said not to have been run.
         folder: Of the JSON files and charts.
         notes: Where ``NAME.md`` may say what a benchmark's figures do not: above all, what keeps
-            a goal from being met.
+            a goal from being met. ``demo.md`` comes last.
     """
     found = {b.name: load(folder / f"{b.name}.json") for b in benchmarks}
     parts = [INTRODUCTION.format(folder=folder.name), _peers(list(found.values()))]
@@ -55,6 +55,9 @@ def make(benchmarks: Sequence[Benchmark], folder: Path, notes: Path) -> str:
         note = notes / f"{benchmark.name}.md"
         if note.exists():
             parts.append(note.read_text().strip() + "\n")
+    last = notes / "demo.md"
+    if last.exists():
+        parts.append(last.read_text().strip() + "\n")
     return "\n".join(part for part in parts if part)
 
 

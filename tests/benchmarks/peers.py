@@ -14,8 +14,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-AXOLOTL = "0.19.0"
-DEEPSPEED = "0.19.7"
+from tests.benchmarks.axolotl_disco import VERSION as AXOLOTL
+
+DEEPSPEED = "0.19.8"
 TENSORNVME = "0.1.0"
 
 AXOLOTL_CACHE = Path(sys.prefix) / ".cache" / f"axolotl-{AXOLOTL}"
