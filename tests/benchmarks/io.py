@@ -51,7 +51,7 @@ class Case:
     @property
     def arena_bytes(self) -> int:
         """Of each rank: a sixth of its data, so that most of it goes through the disk."""
-        return max(3 * self.blob_bytes, self.blobs * self.blob_bytes // 6, 32 * MIB)
+        return max(3 * self.blob_bytes, self.blobs * self.blob_bytes // 6, 8 * MIB)
 
 
 def cases(full: bool) -> list[Case]:

@@ -14,8 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from tests.benchmarks.axolotl_disco import VERSION as AXOLOTL
-
+AXOLOTL = "0.19.0"
 DEEPSPEED = "0.19.8"
 TENSORNVME = "0.1.0"
 
