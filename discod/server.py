@@ -111,6 +111,7 @@ class Server:
                 engines[directory.device] = Engine(
                     config.threads, config.chunk_bytes, self._loop.post, io, name
                 )
+        self._engines = list(engines.values())
         self._devices = [Device(d, engines[d.device]) for d in directories]
         self._outages = Outages(directories, self._loop)
         self._epoch = int.from_bytes(os.urandom(8), "big") >> 1
@@ -188,7 +189,7 @@ class Server:
             self._socket_dir.remove_sockets()
             self._gpus.stop()
         if not self._clients.in_flight:
-            for engine in {device.engine for device in self._devices}:
+            for engine in self._engines:
                 engine.stop()
         return Exit.OK
 
@@ -196,7 +197,11 @@ class Server:
         accepted = self._io_connections.accepted
         more = self._router.take_connections(accepted, self._io_ended, CONNECTIONS_PER_ROUND)
         if not self._draining:
+            for engine in self._engines:
+                engine.hold()
             more |= self._router.receive(self._message, MESSAGES_PER_ROUND)
+            for engine in self._engines:
+                engine.let_go()
         return more
 
     def _message(self, identity: bytes, body: bytes) -> None:

@@ -32,8 +32,12 @@ class Bench:
         self.ended: list[Job] = []
         self.engines: list[Engine] = []
 
+    def post(self, *callbacks: Callable[[], None]) -> None:
+        for callback in callbacks:
+            callback()
+
     def engine(self, io: Io | None = None, threads: int = 3) -> Engine:
-        engine = Engine(threads, CHUNK, post=lambda callback: callback(), io=io)
+        engine = Engine(threads, CHUNK, post=self.post, io=io)
         self.engines.append(engine)
         return engine
 
