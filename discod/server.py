@@ -130,8 +130,10 @@ class Server:
             if isinstance(error, StartupError):
                 raise
             raise self._socket_dir.unusable(error) from error
-        for fd in self._router.fds:
-            self._loop.add_reader(fd, lambda: None)  # received in every round: _more()
+        self._connections_changed = True
+        messages_fd, connections_fd = self._router.fds
+        self._loop.add_reader(messages_fd, lambda: None)  # received in every round: _more()
+        self._loop.add_reader(connections_fd, self._look_at_connections)
         self._io_connections = IoConnections(self._clients_of, descriptors.most_io_connections)
         closer = Closer()
         self._clients = Clients(
@@ -194,8 +196,11 @@ class Server:
         return Exit.OK
 
     def _more(self) -> bool:
-        accepted = self._io_connections.accepted
-        more = self._router.take_connections(accepted, self._io_ended, CONNECTIONS_PER_ROUND)
+        more = False
+        if self._connections_changed:
+            accepted = self._io_connections.accepted
+            more = self._router.take_connections(accepted, self._io_ended, CONNECTIONS_PER_ROUND)
+            self._connections_changed = more
         if not self._draining:
             for engine in self._engines:
                 engine.hold()
@@ -203,6 +208,9 @@ class Server:
             for engine in self._engines:
                 engine.let_go()
         return more
+
+    def _look_at_connections(self) -> None:
+        self._connections_changed = True
 
     def _message(self, identity: bytes, body: bytes) -> None:
         client = self._clients.find(identity)
