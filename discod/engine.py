@@ -7,15 +7,16 @@ runs next in :mod:`discod.schedule`.
 
 import signal
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
 from discod.io import Io
 from discod.schedule import Entry, Priority, Schedule
 
-MOST_HELD = 32
-"""Then threads are told of what was submitted: it has waited for a millisecond."""
+MOST_HELD = 256
+"""Small jobs that wait for more: as many as run together, and some milliseconds of the loop."""
 
 
 class Work(Protocol):
@@ -113,7 +114,11 @@ class Engine:
         """What the threads that have nothing to do wait for; the last one is woken first."""
         self._stopping = False
         self._holding = False
+        self._to_retry: set[Job] = set()
+        """Of jobs that failed together, those whose own turn has not come."""
         self._held: list[Job] = []
+        self._held_bytes = 0
+        self._chunk_bytes = chunk_bytes
         self._threads = [
             threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True)
             for i in range(threads)
@@ -122,9 +127,9 @@ class Engine:
             thread.start()
 
     def hold(self) -> None:
-        """Until :meth:`let_go`, have what is submitted wait for more, but for urgent reads.
+        """Until :meth:`let_go`, have small jobs wait for more, but for urgent reads.
 
-        So that a thread wakes up once for many small jobs, and can run them together.
+        So that a thread wakes up once for all that are one piece.
         """
         self._holding = True
 
@@ -132,19 +137,19 @@ class Engine:
         """End :meth:`hold`."""
         self._holding = False
         if self._held:
-            self._push_held()
+            self._flush()
 
     def submit(self, job: Job) -> None:
         """Queue ``job``; its ``done`` is called exactly once."""
         self._held.append(job)
-        urgent = job.priority is Priority.URGENT
-        if urgent or not self._holding or len(self._held) >= MOST_HELD:
-            self._push_held()
+        self._held_bytes += job.size_bytes
+        full = self._held_bytes >= self._chunk_bytes or len(self._held) >= MOST_HELD
+        if full or not self._holding or job.priority is Priority.URGENT:
+            self._flush()
 
     def cancel(self, job: Job) -> bool:
         """Cancel ``job`` unless a piece of it has begun. True when it is cancelled."""
-        self._push_held()
-        with self._lock:
+        with self._queue():
             cancelled = self._schedule.cancel(job)
         if cancelled:
             self._end([job], Cancelled())
@@ -152,17 +157,18 @@ class Engine:
 
     def promote(self, job: Job) -> None:
         """Make a prefetch read urgent."""
-        self._push_held()
-        with self._lock:
+        with self._queue():
             self._schedule.promote(job)
 
     def drop_owner(self, owner: Hashable) -> None:
         """Cancel all of ``owner``, also jobs that have begun: only pieces that run run on."""
-        self._push_held()
-        with self._lock:
+        with self._queue():
             dropped = self._schedule.drop_owner(owner)
             for job in dropped:
                 job.error = job.error or Cancelled()
+            for job in self._to_retry:
+                if job.owner == owner:
+                    job.error = job.error or Cancelled()
             ended = [job for job in dropped if job.running == 0]
         self._end(ended)
 
@@ -176,11 +182,18 @@ class Engine:
         for thread in self._threads:
             thread.join()
 
-    def _push_held(self) -> None:
-        held, self._held = self._held, []
+    def _flush(self) -> None:
+        with self._queue():
+            pass
+
+    @contextmanager
+    def _queue(self) -> Iterator[None]:
+        """Queue what is held and keep the lock until the end; then have a thread come for it."""
+        held, self._held, self._held_bytes = self._held, [], 0
         with self._lock:
             for job in held:
                 self._schedule.push(job)
+            yield
             bell = self._bell()
         if bell is not None:
             bell.release()
@@ -242,20 +255,30 @@ class Engine:
 
     def _run_joined(self, jobs: Sequence[Job]) -> None:
         """Run jobs in one piece; if that fails each by itself, so that only bad ones fail."""
-        errors: list[BaseException | None] = [None] * len(jobs)
+        errors: dict[Job, BaseException] = {}
         try:
             jobs[0].work.run_with(self._io, [job.work for job in jobs[1:]])
         except BaseException:  # noqa: BLE001  whose failure it is, is found out now
-            for number, job in enumerate(jobs):
-                if job.error is None:  # its owner may have been dropped
-                    try:
-                        job.work.run(self._io, 0, job.size_bytes)
-                    except BaseException as failure:  # noqa: BLE001  the job's alone
-                        errors[number] = failure
+            errors = self._run_each(jobs)
         with self._lock:
-            for job, error in zip(jobs, errors, strict=True):
-                self._finish(job, error)
+            for job in jobs:
+                self._finish(job, errors.get(job))
         self._complete(jobs)
+
+    def _run_each(self, jobs: Sequence[Job]) -> dict[Job, BaseException]:
+        """Run whole jobs one by one, except for those of an owner that is dropped meanwhile."""
+        errors: dict[Job, BaseException] = {}
+        with self._lock:
+            self._to_retry.update(jobs)
+        for job in jobs:
+            with self._lock:
+                self._to_retry.discard(job)
+            if job.error is None:
+                try:
+                    job.work.run(self._io, 0, job.size_bytes)
+                except BaseException as failure:  # noqa: BLE001  any failure is the job's alone
+                    errors[job] = failure
+        return errors
 
     def _finish(self, job: Job, error: BaseException | None) -> bool:
         """Account for a piece that ended; True when the job ended with it. Needs the lock."""

@@ -14,7 +14,6 @@ from collections.abc import Hashable
 from enum import IntEnum
 from typing import Generic, TypeVar
 
-
 JOINED_BYTES = 8 << 20
 MOST_JOINED = 255
 """Jobs that join another; far below what one system call takes (IOV_MAX, 1,024)."""

@@ -52,7 +52,7 @@ def _whole(
 
 
 def _behind(buffers: Sequence[memoryview], length: int) -> Sequence[memoryview]:
-    """What is left of ``buffers`` without their first ``length`` bytes, which are fewer than all."""
+    """What is left of ``buffers`` without their first ``length`` bytes, fewer than all."""
     for number, buffer in enumerate(buffers):
         if length < len(buffer):
             return [buffer[length:], *buffers[number + 1 :]]
