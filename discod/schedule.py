@@ -14,7 +14,6 @@ from collections.abc import Hashable
 from enum import IntEnum
 from typing import Generic, TypeVar
 
-JOINED_BYTES = 8 << 20
 MOST_JOINED = 255
 """Jobs that join another; far below what one system call takes (IOV_MAX, 1,024)."""
 
@@ -137,7 +136,6 @@ class Schedule(Generic[E]):
             raise ValueError(f"{threads} threads: a write could keep a read waiting")
         self._most_writes = threads - 1
         self._chunk_bytes = chunk_bytes
-        self._joined_bytes = min(JOINED_BYTES, chunk_bytes)
         self._classes = {priority: _Class[E](chunk_bytes) for priority in Priority}
         self._writes_running = 0
 
@@ -171,7 +169,7 @@ class Schedule(Generic[E]):
         """Take also the jobs that can run in one piece with ``entry``, of which all was just taken.
 
         These are the next ones of its owner and class that extend its extent, upwards or downwards,
-        up to ``JOINED_BYTES`` in all. :meth:`finish` must follow for each. Urgent reads run alone:
+        up to a chunk in all. :meth:`finish` must follow for each. Urgent reads run alone:
         somebody waits for that one.
         """
         if entry.file is None or entry.priority is Priority.URGENT:
@@ -184,7 +182,7 @@ class Schedule(Generic[E]):
             if (
                 other.file != entry.file
                 or other.taken_bytes
-                or end - start + size > self._joined_bytes
+                or end - start + size > self._chunk_bytes
             ):
                 break
             if other.offset == end:

@@ -9,7 +9,7 @@ round, with the bare probe: only ratios within a run mean anything.
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,7 +156,7 @@ class System:
     """
 
     def __init__(
-        self, name: str, tree: Path, directory: Path, arena_bytes: int, options: list[str]
+        self, name: str, tree: Path, directory: Path, arena_bytes: int, options: Sequence[str]
     ) -> None:
         self.name = name
         scratch, sockets = directory / "scratch", directory / "sockets"
@@ -237,7 +237,8 @@ def table(systems: list[System], probe: dict[str, list[float]]) -> Table:
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Another checkout, whose daemon takes turns with this one's.",
 )
-@click.option("--option", "options", multiple=True, help="Of the daemons, as --option=--threads=4.")
+@click.option("--option", "options", multiple=True, help="Of this daemon: --option=--threads=4.")
+@click.option("--other-option", "other_options", multiple=True, help="Of the other one.")
 def main(
     directory: Path,
     blobs: str,
@@ -246,13 +247,14 @@ def main(
     rounds: int,
     against: Path | None,
     options: tuple[str, ...],
+    other_options: tuple[str, ...],
 ) -> None:
     """Measure the daemon's CPU seconds per GB and its rate, by blob size."""
     data_bytes, arena_bytes = parse_size(data), parse_size(arena)
     sizes = [parse_size(size) for size in blobs.split(",")]
-    trees = {"this": Path(__file__).parents[2]}
+    trees = [("this", Path(__file__).parents[2], options)]
     if against is not None:
-        trees["other"] = against.resolve()
+        trees.append(("other", against.resolve(), other_options))
     probe_rates: dict[str, list[float]] = {"write": [], "read": []}
     with ExitStack() as cleanup:
         where = Path(
@@ -263,8 +265,8 @@ def main(
         probe = Probe(where / "probe", data_bytes)
         cleanup.callback(probe.close)
         systems = []
-        for name, tree in trees.items():
-            system = System(name, tree, where / name, arena_bytes, list(options))
+        for name, tree, own in trees:
+            system = System(name, tree, where / name, arena_bytes, own)
             cleanup.callback(system.close)
             systems.append(system)
         for blob_bytes in sizes:
