@@ -176,7 +176,7 @@ def test_neighbours_run_together(priority: Priority, offsets: list[int]) -> None
     assert schedule.pop() == (entries[0], 0, 2)
     assert schedule.join(entries[0]) == entries[1:4], "in order, and no more than a chunk"
     assert not any(map(schedule.cancel, entries[:4]))
-    assert all([schedule.finish(entry) for entry in entries[:4]])
+    assert [schedule.finish(entry) for entry in entries[:4]] == [True] * 4
     assert schedule.pop() == (entries[4], 0, 2)
 
 
@@ -221,7 +221,44 @@ def test_jobs_that_run_together_take_one_thread() -> None:
     assert not schedule.ready
     for entry in pieces[0]:
         schedule.finish(entry)
-    assert schedule.ready
+    assert schedule.pop() == (entries[8], 0, 2)
+    assert not schedule.ready, "the end of a piece let two begin"
+
+
+PLACES = st.tuples(
+    st.sampled_from("ab"),
+    st.sampled_from(Priority),
+    st.sampled_from("fg"),
+    st.integers(1, CHUNK),
+    st.sampled_from(["above", "below", "apart"]),
+)
+
+
+@given(st.lists(PLACES, max_size=30))
+def test_any_jobs_join_rightly(places: list[tuple[str, Priority, str, int, str]]) -> None:
+    """Of some sequence a job would be lost, run twice or out of order, or with what is not near."""
+    schedule: Schedule[Entry] = Schedule(2, CHUNK)
+    expected: dict[tuple[object, Priority], list[Entry]] = defaultdict(list)
+    low = high = 1000
+    for owner, priority, file, size, side in places:
+        offset = {"above": high, "below": low - size, "apart": high + 1}[side]
+        low, high = min(low, offset), max(high, offset + size)
+        entry = Entry(owner, priority, size, file, offset)
+        schedule.push(entry)
+        expected[owner, priority].append(entry)
+    while piece := schedule.pop():
+        leader = piece[0]
+        together = [leader, *schedule.join(leader)]
+        queue = expected[leader.owner, leader.priority]
+        assert together == queue[: len(together)]
+        del queue[: len(together)]
+        assert len({entry.file for entry in together}) == 1
+        assert sum(entry.size_bytes for entry in together) <= CHUNK
+        by_place = sorted(together, key=lambda entry: entry.offset)
+        for entry, following in itertools.pairwise(by_place):
+            assert entry.offset + entry.size_bytes == following.offset
+        assert all([schedule.finish(entry) for entry in together])  # noqa: C419  finishes each
+    assert not any(expected.values())
 
 
 class Simulation(RuleBasedStateMachine):
@@ -238,21 +275,28 @@ class Simulation(RuleBasedStateMachine):
         """Which job each one that was joined runs together with."""
         self.covered: dict[Entry, int] = {}
 
+    @rule(owner=st.integers(0, 3), priority=st.sampled_from(Priority), size=st.integers(1, 40))
+    def push(self, owner: int, priority: Priority, size: int) -> None:
+        self.push_one(Entry(owner, priority, size))
+
     @rule(
         owner=st.integers(0, 3),
         priority=st.sampled_from(Priority),
-        size=st.integers(1, 40) | st.integers(1, 3),
-        offset=st.none() | st.sampled_from([0, 100, 200]),
+        sizes=st.lists(st.integers(1, 3), min_size=2, max_size=6),
+        gaps=st.sets(st.integers(0, 5)),
         upwards=st.booleans(),
     )
-    def push(
-        self, owner: int, priority: Priority, size: int, offset: int | None, upwards: bool
+    def push_neighbours(
+        self, owner: int, priority: Priority, sizes: list[int], gaps: set[int], upwards: bool
     ) -> None:
-        """Somewhere, or beside the job before it, whose owner and class may be others."""
-        if offset is None:
-            before = self.alive[-1] if self.alive else Entry(owner, priority, 1, "file", 500)
-            offset = before.offset + before.size_bytes if upwards else before.offset - size
-        entry = Entry(owner, priority, size, "file", offset)
+        start = end = 1000
+        for number, size in enumerate(sizes):
+            gap = number in gaps
+            offset = end + gap if upwards else start - size - gap
+            start, end = min(start, offset), max(end, offset + size)
+            self.push_one(Entry(owner, priority, size, "file", offset))
+
+    def push_one(self, entry: Entry) -> None:
         self.schedule.push(entry)
         self.alive.append(entry)
         self.covered[entry] = 0
