@@ -111,6 +111,7 @@ class Server:
                 engines[directory.device] = Engine(
                     config.threads, config.chunk_bytes, self._loop.post, io, name
                 )
+        self._engines = list(engines.values())
         self._devices = [Device(d, engines[d.device]) for d in directories]
         self._outages = Outages(directories, self._loop)
         self._epoch = int.from_bytes(os.urandom(8), "big") >> 1
@@ -129,8 +130,10 @@ class Server:
             if isinstance(error, StartupError):
                 raise
             raise self._socket_dir.unusable(error) from error
-        for fd in self._router.fds:
-            self._loop.add_reader(fd, lambda: None)  # received in every round: _more()
+        self._connections_changed = True
+        messages_fd, connections_fd = self._router.fds
+        self._loop.add_reader(messages_fd, lambda: None)  # received in every round: _more()
+        self._loop.add_reader(connections_fd, self._look_at_connections)
         self._io_connections = IoConnections(self._clients_of, descriptors.most_io_connections)
         closer = Closer()
         self._clients = Clients(
@@ -188,16 +191,26 @@ class Server:
             self._socket_dir.remove_sockets()
             self._gpus.stop()
         if not self._clients.in_flight:
-            for engine in {device.engine for device in self._devices}:
+            for engine in self._engines:
                 engine.stop()
         return Exit.OK
 
     def _more(self) -> bool:
-        accepted = self._io_connections.accepted
-        more = self._router.take_connections(accepted, self._io_ended, CONNECTIONS_PER_ROUND)
+        more = False
+        if self._connections_changed:
+            accepted = self._io_connections.accepted
+            more = self._router.take_connections(accepted, self._io_ended, CONNECTIONS_PER_ROUND)
+            self._connections_changed = more
         if not self._draining:
+            for engine in self._engines:
+                engine.hold()
             more |= self._router.receive(self._message, MESSAGES_PER_ROUND)
+            for engine in self._engines:
+                engine.let_go()
         return more
+
+    def _look_at_connections(self) -> None:
+        self._connections_changed = True
 
     def _message(self, identity: bytes, body: bytes) -> None:
         client = self._clients.find(identity)

@@ -27,7 +27,8 @@ def test_writes_that_take_long(
     start_daemon: Start, attach_to: Callable[..., None], rules: Rules
 ) -> None:
     """Saves would pile up in memory without end, or raise although the disk makes progress."""
-    daemon = start_daemon(env=rules.environment)
+    # With longer chunks several would be one write.
+    daemon = start_daemon("--chunk", "1MiB", env=rules.environment)
     attach_to(daemon, arena="4MiB", min_bytes="4KiB", reply_timeout=0.5)
     manager = disco_client.DiskOffloadManager(save_workers=2)
     rules.set("pwritev delay=0.1")
