@@ -65,6 +65,7 @@ class Session:
         self._monitor: Monitor[int | Loan] = Monitor(link, self._take_drop, self._staging)
         self._lending = Lending(arena, self._monitor.drop)
         self._waits = Waits()
+        self._cycles = 0
 
     # Blobs
 
@@ -294,14 +295,16 @@ class Session:
             self._transfers.carry_out(self._residency.free(what))
             self._transfers.forget(what)
             self._staging.forget(what)
+            self._end_cycle()
             if self._residency.live_blobs == 0:
-                self._end_cycle()
+                self._transfers.trim()
 
     def _end_cycle(self) -> None:
-        """Note the cycle's waits, and tell the daemon that the scratch is not in use."""
-        self._waits.end_cycle()
-        self._staging.end_cycle()
-        self._transfers.trim()
+        """Note the cycle's waits, if residency has just ended one."""
+        if self._cycles != self._residency.cycles:
+            self._cycles = self._residency.cycles
+            self._waits.end_cycle()
+            self._staging.end_cycle()
 
     def _lend(self, blob: int, size_bytes: int) -> tuple[memoryview, Loan]:
         return self._lending.lend(blob, self._residency.slot(blob), size_bytes)
@@ -324,6 +327,7 @@ class Session:
             if not self._may_change(error, wait):
                 raise
             blob, instructions = None, []
+        self._end_cycle()
         self._transfers.carry_out(instructions)
         if blob is None:
             wait.begin()

@@ -221,7 +221,7 @@ class Watermark(Simple):
 
 
 class LeastRecentlyUsed(Simple):
-    """As a kernel swaps: what was not used for longest goes, and comes back when it is asked for."""
+    """As a kernel swaps: what was unused for longest goes, and comes back when it is asked for."""
 
     name = "LRU"
 
