@@ -224,8 +224,9 @@ class Holdings:
         """Remember which files not to write to, and whether any is left for the blob."""
         if failure.kind is Failure.CANCELLED:
             return
-        if failure.kind is Failure.DISK_FULL:
-            self.full_files |= failure.files or frozenset(range(self.scratch.files))
+        if failure.kind in (Failure.DISK_FULL, Failure.OVER_BUDGET):
+            known = failure.kind is Failure.DISK_FULL and failure.files
+            self.full_files |= known or frozenset(range(self.scratch.files))
             self.full_text = failure.text
             return
         at_fault = failure.files or {piece.file for piece in blob.pieces}

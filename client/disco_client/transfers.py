@@ -153,7 +153,7 @@ class Transfers:
         self.carry_out(self._residency.write_done(transfer.blob, _write_failure(transfer)))
 
 
-_MILDER = (Failure.OUT_OF_USE, Failure.DISK_FULL, Failure.CANCELLED)
+_MILDER = (Failure.OUT_OF_USE, Failure.DISK_FULL, Failure.OVER_BUDGET, Failure.CANCELLED)
 """Failures of a write other than the device's, what decides first; all else counts as that."""
 
 
