@@ -56,14 +56,17 @@ def parse_write_rate(text: str) -> WriteRate:
     """What ``2TB/day`` or ``100GiB/hour`` says.
 
     Raises:
-        ValueError: It is no such text; the error says what is missing.
+        ValueError: It is no such text; the error says what is wrong.
     """
+    example = "write for example 2TB/day or 100GB/hour"
     size, slash, span = text.partition("/")
-    if not slash or span.strip().lower() not in _SPANS:
-        raise ValueError(
-            f"{text!r} does not say in which time; write for example 2TB/day or 100GB/hour"
-        )
-    return WriteRate(parse_size(size), _SPANS[span.strip().lower()])
+    seconds = _SPANS.get(span.strip().lower())
+    if not slash or seconds is None:
+        raise ValueError(f"{text!r} does not say in which time; {example}")
+    try:
+        return WriteRate(parse_size(size), seconds)
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}; {example}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ def _writes(status: dict[str, Any]) -> str:
         return text
     used, limit = (format_size(status[f"write_budget{part}_bytes"]) for part in ("_used", ""))
     span = {3600: "hour", 86400: "day"}[int(status["write_budget_seconds"])]
-    text += f"\nwrite budget: {used} used of {limit} a {span} (--write-budget)"
+    text += f"\nwrite budget: {used} used of {limit} per {span} (--write-budget)"
     if status["write_budget_short_seconds"]:
         text += (
             f", SHORT for {status['write_budget_short_seconds']:.0f} s, "

@@ -2,8 +2,9 @@
 
 A disk endures so many bytes. A write that would exceed the budget's window is held until enough of
 what is in the window has left it, where that takes at most ``MOST_HELD_SECONDS``; else it is
-refused at once, and its client keeps the bytes in RAM. Of clients with writes held the one that
-wrote least in the window is next, so that nobody who writes more keeps another from the disk.
+refused at once, and its client keeps the bytes in RAM. Where there is not room for all, those who
+wrote least in the window come first, also those who were refused: nobody who came sooner or asks
+more often keeps another from the disk.
 
 A write counts from the moment it is handed to the disk, and no more when it was cancelled before a
 byte of it moved.
@@ -27,6 +28,9 @@ MOST_HELD_SECONDS = 60.0
 ROOM_AGAIN = 0.9
 """Of the budget: below that a shortage is over, and the next one worth another line in the log."""
 
+CLAIM_SECONDS = 300.0
+"""A client that was refused still wants that room for so long: it tries again with each step."""
+
 SAVES = 256
 """Of the record, while a whole budget is used: what was written is noted a 256th of it ahead."""
 
@@ -46,12 +50,13 @@ class Held:
 
 @dataclass(slots=True)
 class _Use:
-    """One client's."""
+    """One client's; ``claim`` is what it was last refused, and when."""
 
     written: Window
     day: Window
     began: float
     held: deque[Held] = field(default_factory=deque)
+    claim: tuple[int, float] = (0, 0.0)
 
 
 class Writes:
@@ -127,6 +132,7 @@ class Writes:
         seconds = self._expected_seconds(use, size_bytes)
         if seconds > MOST_HELD_SECONDS:
             self._short("what is over it stays in RAM while there is room")
+            use.claim = size_bytes, self._clock()
             refuse(self._refusal(size_bytes, seconds))
             return None
         use.held.append(held)
@@ -199,6 +205,7 @@ class Writes:
         for window in (use.written, use.day, self._written, self._day):
             window.add(held.size_bytes)
         self._total_bytes += held.size_bytes
+        use.claim = 0, 0.0
         if self.budget is not None:
             self._note(self.budget, held.size_bytes)
         held.start()
@@ -219,7 +226,7 @@ class Writes:
             self._timer.cancel()
             self._timer = None
         while (held := self._next()) is not None:
-            over = self._over(held.size_bytes)
+            over = self._over(held.size_bytes + self._claimed_before(self._uses[held.owner]))
             if over <= 0:
                 self._uses[held.owner].held.popleft()
                 self._start(held)
@@ -248,7 +255,7 @@ class Writes:
     def _expected_seconds(self, use: _Use, size_bytes: int) -> float:
         """Until a write could go to the disk, after those that are before it."""
         written_bytes = use.written.total_bytes
-        before = sum(
+        before = self._claimed_before(use) + sum(
             held.size_bytes
             for other in self._uses.values()
             if other.written.total_bytes <= written_bytes
@@ -256,6 +263,16 @@ class Writes:
         )
         over = self._over(before + size_bytes)
         return self._written.seconds_until_gone(over) if over > 0 else 0.0
+
+    def _claimed_before(self, use: _Use) -> int:
+        """Room that is kept for those who wrote less and were refused."""
+        since = self._clock() - CLAIM_SECONDS
+        written_bytes = use.written.total_bytes
+        return sum(
+            other.claim[0]
+            for other in self._uses.values()
+            if other.claim[1] > since and other.written.total_bytes < written_bytes
+        )
 
     def _short(self, what: str) -> None:
         if self._short_since is None:
