@@ -29,6 +29,7 @@ from disco_client.interrupts import End
 from disco_client.lending import Lending, Loan
 from disco_client.link import Link
 from disco_client.monitor import Monitor
+from disco_client.pace import Pace
 from disco_client.residency import Group, Residency
 from disco_client.staging import POLL_SECONDS, NoUnits, Staging, Units
 from disco_client.stats import Counters, Stats
@@ -66,6 +67,7 @@ class Session:
         self._lending = Lending(arena, self._monitor.drop)
         self._waits = Waits()
         self._cycles = 0
+        self._pace = Pace(arena.size_bytes)
 
     # Blobs
 
@@ -305,6 +307,7 @@ class Session:
             self._cycles = self._residency.cycles
             self._waits.end_cycle()
             self._staging.end_cycle()
+            self._pace.end_cycle(self._residency.last_cycle, self._waits, self._transfers)
 
     def _lend(self, blob: int, size_bytes: int) -> tuple[memoryview, Loan]:
         return self._lending.lend(blob, self._residency.slot(blob), size_bytes)
@@ -320,6 +323,7 @@ class Session:
     ) -> int | None:
         if device is not None and not self._staging.admits(device, size_bytes):
             wait.begin()
+            wait.for_device = True
             return None
         try:
             blob, instructions = self._residency.try_place(size_bytes, group)

@@ -19,6 +19,8 @@ class Wait:
     def __init__(self, for_loans: bool) -> None:
         self._for_loans = for_loans
         self._began: float | None = None
+        self.for_device = False
+        """Whether it is a device that the call waits for, and not the disk."""
 
     def begin(self) -> None:
         """The call cannot go on; again is no error."""
@@ -43,6 +45,8 @@ class Waits:
         self.save_seconds = 0.0
         self.load_seconds = 0.0
         self.last_cycle = (0.0, 0.0)
+        self.device_seconds = 0.0
+        """Of saves, for copies off a device."""
         self._cycle_start = (0.0, 0.0)
         self._threads: set[int] = set()
 
@@ -58,7 +62,9 @@ class Waits:
         try:
             yield wait
         finally:
-            self.save_seconds += wait.seconds
+            seconds = wait.seconds
+            self.save_seconds += seconds
+            self.device_seconds += seconds * wait.for_device
 
     @contextmanager
     def loading(self) -> Iterator[Wait]:
