@@ -98,8 +98,8 @@ class KeepUp:
         worst = max(cycles, key=lambda cycle: cycle.arena_bytes(self._arena_bytes))
         return (
             f"the disk does not keep up: in each of the last {len(cycles)} steps this process "
-            f"waited for it, {part:.0%} of the time. It needs {worst.needed / 1e9:.2f} GB/s and gets "
-            f"{worst.measured / 1e9:.2f} GB/s. An arena of "
+            f"waited for it, {part:.0%} of the time. It needs {worst.needed / 1e9:.2f} GB/s and "
+            f"gets {worst.measured / 1e9:.2f} GB/s. An arena of "
             f"{format_size(worst.arena_bytes(self._arena_bytes))} instead of "
             f"{format_size(self._arena_bytes)} would remove the wait (DISCOD_ARENA, "
             "connect(arena=)), as would a faster --scratch, or one more"

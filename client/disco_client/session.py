@@ -66,6 +66,7 @@ class Session:
         self._monitor: Monitor[int | Loan] = Monitor(link, self._take_drop, self._staging)
         self._lending = Lending(arena, self._monitor.drop)
         self._waits = Waits()
+        self._attached = time.monotonic()
         self._cycles = 0
         self._pace = Pace(arena.size_bytes)
 
@@ -265,6 +266,7 @@ class Session:
                 live_blobs=self._residency.live_blobs,
                 arena_bytes=self._arena.size_bytes,
                 last_cycle=last,
+                attached_seconds=time.monotonic() - self._attached,
             )
 
     def close(self) -> None:

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import disco_client
+from disco_client import keep_up, pace
 from discod.wire.messages import Done, Ping, Read
 from tests.helpers.daemon import Daemon, eventually
 from tests.helpers.faults import Rules
 from tests.helpers.raw_client import MIB, RawClient
+from tests.helpers.steps import SETTINGS, expected, step
 
 Start = Callable[..., Daemon]
 
@@ -42,6 +44,30 @@ def test_writes_that_take_long(
     rules.clear()
     for handle, tensor in zip(handles, tensors, strict=True):
         assert torch.equal(manager.load_tensor(handle), tensor)
+
+
+def test_a_trainer_is_told_once_that_its_disk_does_not_keep_up(
+    start_daemon: Start,
+    attach_to: Callable[..., None],
+    rules: Rules,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody would know why the steps are slow; or normal runs would be called slow."""
+    monkeypatch.setattr(pace, "_said", False)
+    attach_to(start_daemon(env=rules.environment), **SETTINGS)
+
+    def lines() -> int:
+        return sum("does not keep up" in record.getMessage() for record in caplog.records)
+
+    for seed in range(keep_up.COLD_CYCLES + keep_up.CYCLES):
+        assert step(seed % 2) == expected(seed % 2)
+    assert lines() == 0
+    rules.set("pwritev delay=0.08")
+    for seed in range(keep_up.CYCLES + 1):
+        assert step(seed % 2) == expected(seed % 2)
+    assert lines() == 1
+    assert "instead of 2.0 MiB would remove the wait" in caplog.text
 
 
 def test_a_read_that_hangs_holds_up_nobody_else(
