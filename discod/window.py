@@ -9,7 +9,15 @@ PARTS = 1440
 """Of a window: a minute of a day. Bytes leave with their part, so late by one part at most."""
 
 Entry = tuple[float, int]
-"""A moment, in seconds since the epoch, and the bytes of the part of the window that began then."""
+"""A moment, in seconds since the boot, and the bytes of the part of the window that began then."""
+
+
+def since_boot() -> float:
+    """Seconds since the machine was started, also while it slept.
+
+    No clock that somebody can set: a jump would empty a window, or keep it full for hours.
+    """
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Window:
@@ -17,10 +25,10 @@ class Window:
 
     Args:
         seconds: Its length.
-        clock: Seconds since the epoch, which outlive the process.
+        clock: Seconds since the boot, which outlive the process.
     """
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, seconds: float, clock: Callable[[], float] = since_boot) -> None:
         self.seconds = seconds
         self._part_seconds = seconds / PARTS
         self._clock = clock
@@ -71,7 +79,7 @@ class Window:
         """Count what another process has noted, whatever its window was."""
         now = self._clock()
         for start, size_bytes in sorted(entries):
-            # Of a clock that was ahead: it stays in the window as long as what is added now.
+            # Should a record be ahead: it stays in the window as long as what is added now.
             self._add(min(start, now), size_bytes)
 
     def _add(self, when: float, size_bytes: int) -> None:

@@ -3,6 +3,9 @@
 The one name that discod leaves in a directory, and only with ``--write-budget``: a budget that a
 restart resets would be no cap. It is in every directory, because any may be left out next time, and
 the fullest is believed.
+
+Moments are of the present boot. What was written before it counts as if written when it began: for
+how long the machine was off is for a clock to say that somebody can set.
 """
 
 import contextlib
@@ -21,6 +24,8 @@ from discod.window import Entry
 NAME = ".discod.written"
 _NEW_NAME = f"{FILE_PREFIX}written"
 """While it is being made; by its prefix a daemon removes what a killed one left."""
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 MOST_BYTES = 1 << 20
 """A record has some 30 KiB; more is none of ours."""
@@ -66,7 +71,7 @@ class WriteRecord:
             self._chores.submit(partial(self._write, entries), self._go_on)
 
     def _write(self, entries: list[Entry]) -> None:
-        text = json.dumps({"version": 1, "written": entries})
+        text = json.dumps({"version": 1, "boot": boot_id(), "written": entries})
         for directory in self._directories:
             try:
                 _replace(directory, text)
@@ -77,6 +82,14 @@ class WriteRecord:
                     directory / NAME,
                     error,
                 )
+
+
+def boot_id() -> str:
+    """What tells this boot of the machine from others; empty where the kernel does not say."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _replace(directory: Path, text: str) -> None:
@@ -113,11 +126,12 @@ def _entries(record: object) -> list[Entry]:
     entries = record.get("written")
     if not isinstance(entries, list):
         raise ValueError("it has no entries")
+    same_boot = record.get("boot") == boot_id() != ""
     made = []
     for entry in entries:
         match entry:
             case [int() | float() as start, int() as size_bytes] if size_bytes >= 0:
-                made.append((float(start), size_bytes))
+                made.append((float(start) if same_boot else 0.0, size_bytes))
             case _:
                 raise ValueError(f"{entry!r} is no entry")
     return made

@@ -12,14 +12,13 @@ byte of it moved.
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from discod.config import DAY_SECONDS, WriteRate
 from discod.loop import Timer
-from discod.window import Entry, Window
+from discod.window import Entry, Window, since_boot
 from discod.wire.sizes import format_size
 
 MOST_HELD_SECONDS = 60.0
@@ -66,7 +65,7 @@ class Writes:
         budget: The most that may be written; None for no limit.
         call_later: The loop's; for what is held.
         save: Has the record kept, of which another process can :meth:`restore`; without waiting.
-        clock: Seconds since the epoch.
+        clock: Seconds since the boot.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Writes:
         budget: WriteRate | None = None,
         call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
         save: Callable[[list[Entry]], None] = lambda entries: None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = since_boot,
     ) -> None:
         if budget is not None and call_later is None:
             raise ValueError("a budget needs a loop")

@@ -3,15 +3,15 @@
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import disco_client
+from discod.window import since_boot
 from discod.wire.messages import Done, Failed, Failure, Write
-from discod.write_record import NAME
+from discod.write_record import NAME, boot_id
 from tests.helpers.daemon import Daemon, eventually
 from tests.helpers.raw_client import MIB, RawClient
 from tests.helpers.steps import SETTINGS, expected, step
@@ -126,8 +126,9 @@ def test_no_room_in_ram_either(
 
 def test_a_short_wait_is_waited_for(start_daemon: Start, attach_to: Attach, scratch: Path) -> None:
     """A step would fail that needs a few seconds' patience."""
-    about_to_leave = [time.time() - 3600 + 1, 64 * MIB]
-    (scratch / NAME).write_text(json.dumps({"version": 1, "written": [about_to_leave]}))
+    about_to_leave = [since_boot() - 3600 + 1, 64 * MIB]
+    record = {"version": 1, "boot": boot_id(), "written": [about_to_leave]}
+    (scratch / NAME).write_text(json.dumps(record))
     daemon = start_daemon("--write-budget", "64MiB/hour")
     attach_to(daemon, **SETTINGS)
     assert daemon.status()["write_budget_used_bytes"] == 64 * MIB

@@ -13,7 +13,7 @@ from discod.chores import Chores
 from discod.config import DAY_SECONDS, BadOption, Config, WriteRate, parse_write_rate
 from discod.loop import Timer
 from discod.window import PARTS, Entry, Window
-from discod.write_record import NAME, WriteRecord
+from discod.write_record import NAME, WriteRecord, boot_id
 from discod.writes import Held, Writes
 
 HOUR = 3600.0
@@ -125,8 +125,8 @@ def test_the_window_says_when_bytes_will_have_left_it() -> None:
     assert window.total_bytes == 6
 
 
-def test_a_clock_that_was_ahead_does_not_close_the_budget_for_long() -> None:
-    """A daemon with a wrong clock would write nothing for as long as the clock was wrong by."""
+def test_a_record_that_is_ahead_does_not_close_the_budget_for_long() -> None:
+    """A record of another machine, on a disk that was moved, would let nothing be written."""
     now = 1000.0
     window = Window(HOUR, lambda: now)
     window.restore([(10**9, 5), (0.0, 7)])
@@ -286,6 +286,23 @@ def test_the_record_outlives_the_process(tmp_path: Path) -> None:
     machine = Machine(WriteRate(10 * MIB, HOUR))
     machine.now = 1_000_000_100.0
     machine.writes.restore(again.load())
+    machine.write("a", 2 * MIB)
+    assert len(machine.refused) == 1
+
+
+def test_what_was_written_before_the_boot_counts(tmp_path: Path) -> None:
+    """A reboot would reset the budget, or keep it used up for ever."""
+    record = WriteRecord([tmp_path], Chores(lambda callback: callback()))
+    record.save_now([(10**9, 7 * MIB), (10**9 + 60, 2 * MIB)])
+    path = tmp_path / NAME
+    path.write_text(path.read_text().replace(boot_id(), "another"))
+    assert record.load() == [(0.0, 7 * MIB), (0.0, 2 * MIB)]
+    machine = Machine(WriteRate(10 * MIB, HOUR))
+    machine.now = 60.0
+    machine.writes.restore(record.load())
+    machine.write("a", 2 * MIB)
+    assert len(machine.refused) == 1
+    machine.now = HOUR + 10
     machine.write("a", 2 * MIB)
     assert len(machine.refused) == 1
 
