@@ -115,7 +115,7 @@ def test_a_slow_disk_is_not_made_slower() -> None:
 STEPS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 30), st.integers(1, 4)), max_size=60)
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(cycles=st.lists(STEPS, min_size=1, max_size=3), again=st.booleans())
 def test_no_use_ends_in_a_deadlock(cycles: list[list[tuple[int, int, int]]], again: bool) -> None:
     """Else some job would stand still for ever, with a disk that works."""

@@ -141,7 +141,7 @@ def accumulation(microbatches: int = 4, layers: int = 16, cycles: int = 3) -> Tr
 
 
 def pipeline(
-    stage: int, stages: int = 4, microbatches: int = 6, layers: int = 12, cycles: int = 4
+    stage: int, stages: int = 4, microbatches: int = 6, layers: int = 12, cycles: int = 3
 ) -> Trace:
     """1F1B: warm-up forwards, then a forward and a backward in turns, then the last backwards."""
     numbers = count()
@@ -166,7 +166,7 @@ def interleaved(
     chunks: int = 2,
     microbatches: int = 6,
     layers: int = 6,
-    cycles: int = 4,
+    cycles: int = 3,
 ) -> Trace:
     """Interleaved 1F1B: a stage has several parts of the model, ``stages`` microbatches each turn.
 
@@ -205,7 +205,7 @@ def interleaved(
     return Trace(f"interleaved 1F1B, stage {stage} of {stages}", capacity, tuple(done))
 
 
-def endless_pipeline(layers: int = 6, depth: int = 4, cycles: int = 6) -> Trace:
+def endless_pipeline(layers: int = 6, depth: int = 4, cycles: int = 5) -> Trace:
     """A pipeline that is never emptied: the next step's forwards begin among the last backwards."""
     numbers = count()
     alive: list[list[int]] = []
@@ -220,7 +220,7 @@ def endless_pipeline(layers: int = 6, depth: int = 4, cycles: int = 6) -> Trace:
     return Trace("endless pipeline", (depth + 1) * layers // 3 * BLOB_BYTES, tuple(done), steady=3)
 
 
-def keeper(layers: int = 24, cycles: int = 12) -> Trace:
+def keeper(layers: int = 18, cycles: int = 12) -> Trace:
     """Plain training, while someone keeps one blob of the first step for ever."""
     numbers = count()
     done = []
@@ -281,7 +281,7 @@ def retained(layers: int = 16, cycles: int = 5) -> Trace:
     return Trace("two backwards", layers // 3 * BLOB_BYTES, tuple(done))
 
 
-def mixed_sizes(layers: int = 12, cycles: int = 5) -> Trace:
+def mixed_sizes(layers: int = 9, cycles: int = 4) -> Trace:
     """``offload()``: each layer saves tensors of several sizes."""
     numbers = count()
     sizes = [BLOB_BYTES, BLOB_BYTES // 4, BLOB_BYTES * 3 // 4, BLOB_BYTES * 2]
@@ -310,7 +310,7 @@ def packed(layers: int = 24, cycles: int = 8, seed: int = 0) -> Trace:
 
 
 def packed_pipeline(
-    layers: int = 6, microbatches: int = 8, cycles: int = 6, seed: int = 0
+    layers: int = 6, microbatches: int = 8, cycles: int = 5, seed: int = 0
 ) -> Trace:
     """A 1F1B stage whose microbatches have sizes of their own in each step."""
     numbers = count()

@@ -87,7 +87,7 @@ def cycle_of(outcome: Outcome, rates: Rates, saved_bytes: int) -> Cycle:
     )
 
 
-@pytest.mark.parametrize("trace", [plain(cycles=3), pipeline(2, cycles=3)], ids=["plain", "1F1B"])
+@pytest.mark.parametrize("trace", [plain(cycles=3), pipeline(2, layers=8)], ids=["plain", "1F1B"])
 @pytest.mark.parametrize("gigabytes", [0.6, 0.9])
 def test_the_arena_that_is_named_removes_the_wait(trace: Trace, gigabytes: float) -> None:
     """The user would give memory away, and wait as before.
