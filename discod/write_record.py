@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,9 @@ _NEW_NAME = f"{FILE_PREFIX}written"
 """While it is being made; by its prefix a daemon removes what a killed one left."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+LAST_SECONDS = 0.5
+"""Of the seconds that the exit may take; what was noted before is ahead of the truth anyway."""
 
 MOST_BYTES = 1 << 20
 """A record has some 30 KiB; more is none of ours."""
@@ -45,6 +49,8 @@ class WriteRecord:
     def __init__(self, directories: Sequence[Path], chores: Chores) -> None:
         self._directories = directories
         self._chores = chores
+        self._lock = threading.Lock()
+        self._closed = False
         self._writing = False
         self._next: list[Entry] | None = None
 
@@ -60,9 +66,11 @@ class WriteRecord:
             self._go_on(None)
 
     def save_now(self, entries: list[Entry]) -> None:
-        """Write it, when the loop has ended."""
-        self._chores.stop()
-        self._write(entries)
+        """Write it for the last time, when the loop has ended."""
+        self._closed = True
+        # What is being written goes first; a disk that hangs must not keep the daemon from ending.
+        if self._lock.acquire(timeout=LAST_SECONDS):
+            self._write_all(entries)
 
     def _go_on(self, outcome: object) -> None:
         entries, self._next = self._next, None
@@ -71,6 +79,11 @@ class WriteRecord:
             self._chores.submit(partial(self._write, entries), self._go_on)
 
     def _write(self, entries: list[Entry]) -> None:
+        with self._lock:
+            if not self._closed:
+                self._write_all(entries)
+
+    def _write_all(self, entries: list[Entry]) -> None:
         text = json.dumps({"version": 1, "boot": boot_id(), "written": entries})
         for directory in self._directories:
             try:

@@ -4,11 +4,13 @@ import logging
 import math
 import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from discod import write_record
 from discod.chores import Chores
 from discod.config import DAY_SECONDS, BadOption, Config, WriteRate, parse_write_rate
 from discod.loop import Timer
@@ -288,6 +290,31 @@ def test_the_record_outlives_the_process(tmp_path: Path) -> None:
     machine.writes.restore(again.load())
     machine.write("a", 2 * MIB)
     assert len(machine.refused) == 1
+
+
+def test_a_record_that_is_being_written_by_a_hung_disk_keeps_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon would not end, and be killed by its service manager."""
+    let_go, hangs = threading.Event(), threading.Event()
+    replace = os.replace
+
+    def slow(*args: Path) -> None:
+        hangs.set()
+        assert let_go.wait(20)
+        replace(*args)
+
+    monkeypatch.setattr(write_record.os, "replace", slow)
+    monkeypatch.setattr(write_record, "LAST_SECONDS", 0.01)
+    chores = Chores(lambda callback: callback())
+    record = WriteRecord([tmp_path], chores)
+    record.save([(0.0, MIB)])
+    record.save([(0.0, 2 * MIB)])
+    assert hangs.wait(20)
+    record.save_now([(0.0, 3 * MIB)])
+    let_go.set()
+    chores.stop()
+    assert record.load() == [(0.0, MIB)], "what came after its end was still written"
 
 
 def test_what_was_written_before_the_boot_counts(tmp_path: Path) -> None:
