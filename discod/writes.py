@@ -33,6 +33,10 @@ CLAIM_SECONDS = 300.0
 SAVES = 256
 """Of the record, while a whole budget is used: what was written is noted a 256th of it ahead."""
 
+NO_LIMIT_BYTES = 1 << 62
+
+_REMEDY = "Raise the daemon's --write-budget (DISCOD_WRITE_BUDGET)"
+
 _log = logging.getLogger(__name__)
 
 
@@ -81,6 +85,7 @@ class Writes:
         self._call_later = call_later
         self._save = save
         self._clock = clock
+        self._limit_bytes = NO_LIMIT_BYTES if budget is None else budget.size_bytes
         self._seconds = DAY_SECONDS if budget is None else budget.seconds
         self._written = Window(self._seconds, clock)
         self._day = Window(DAY_SECONDS, clock)
@@ -127,6 +132,12 @@ class Writes:
         held = Held(owner, size_bytes, start, refuse, self._clock())
         if self.budget is None:
             self._start(held)
+            return None
+        if size_bytes > self._limit_bytes:
+            refuse(
+                f"a write of {format_size(size_bytes)} is more than the write budget of "
+                f"{self.budget} ever allows. {_REMEDY}"
+            )
             return None
         seconds = self._expected_seconds(use, size_bytes)
         if seconds > MOST_HELD_SECONDS:
@@ -236,8 +247,8 @@ class Writes:
                 seconds = min(self._written.seconds_until_gone(over), MOST_HELD_SECONDS)
                 self._timer = self._call_later(seconds + 0.01, self._serve)
                 return
-        if self._short_since is not None and self._over(0) < -(
-            (1 - ROOM_AGAIN) * self.budget.size_bytes
+        if self._short_since is not None and (
+            self._written.total_bytes < ROOM_AGAIN * self._limit_bytes
         ):
             self._short_since = None
             _log.info("the write budget has room again")
@@ -248,8 +259,7 @@ class Writes:
 
     def _over(self, more_bytes: int) -> int:
         """By how much the window would exceed the budget."""
-        limit = self.budget.size_bytes if self.budget else math.inf
-        return int(self._written.total_bytes + more_bytes - limit)
+        return self._written.total_bytes + more_bytes - self._limit_bytes
 
     def _expected_seconds(self, use: _Use, size_bytes: int) -> float:
         """Until a write could go to the disk, after those that are before it."""
@@ -284,16 +294,13 @@ class Writes:
             )
 
     def _refusal(self, size_bytes: int, seconds: float) -> str:
-        size = format_size(size_bytes)
-        if math.isinf(seconds):
-            fact = f"a write of {size} is more than the write budget of {self.budget} ever allows"
-        else:
-            fact = (
-                f"the write budget of {self.budget} is used up "
-                f"({format_size(self._written.total_bytes)} were written), and has room for {size} "
-                f"more in {_duration(seconds)}"
-            )
-        return f"{fact}. Raise the daemon's --write-budget (DISCOD_WRITE_BUDGET)"
+        room = "others, who wrote less, come first"
+        if not math.isinf(seconds):
+            room = f"has room for {format_size(size_bytes)} more in {_duration(seconds)}"
+        return (
+            f"the write budget of {self.budget} is used up "
+            f"({format_size(self._written.total_bytes)} were written), and {room}. {_REMEDY}"
+        )
 
 
 def _per_day(day: Window, seconds: float) -> int:

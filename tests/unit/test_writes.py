@@ -16,7 +16,7 @@ from discod.config import DAY_SECONDS, BadOption, Config, WriteRate, parse_write
 from discod.loop import Timer
 from discod.window import PARTS, Entry, Window
 from discod.write_record import NAME, WriteRecord, boot_id
-from discod.writes import Held, Writes
+from discod.writes import CLAIM_SECONDS, Held, Writes
 
 HOUR = 3600.0
 MIB = 1 << 20
@@ -169,12 +169,27 @@ def test_what_must_wait_long_is_refused_and_says_how_long() -> None:
 
 
 def test_more_than_the_whole_budget_is_refused() -> None:
-    """A blob that can never be written would wait for ever."""
+    """A blob that can never be written would wait for ever, or keep the others from the disk."""
     machine = Machine(WriteRate(10 * MIB, HOUR))
+    machine.write("b", MIB)
     assert machine.write("a", 11 * MIB) is None
     assert "ever allows" in machine.refused[0]
-    assert machine.write("a", 10 * MIB) is None
-    assert len(machine.started) == 1
+    assert machine.write("b", 9 * MIB) is None
+    assert len(machine.started) == 2
+
+
+def test_what_is_kept_for_others_is_said_and_not_for_long() -> None:
+    """A client would be told that its write never fits; or an idle one keep room for ever."""
+    machine = Machine(WriteRate(10 * MIB, HOUR))
+    machine.write("a", 2 * MIB)
+    machine.write("b", 1 * MIB)
+    assert machine.write("b", 10 * MIB) is None
+    assert machine.write("a", 8 * MIB) is None
+    assert "others, who wrote less, come first" in machine.refused[1]
+    machine.sleep(CLAIM_SECONDS)
+    assert machine.write("a", 7 * MIB) is None
+    assert len(machine.refused) == 2
+    assert len(machine.started) == 3
 
 
 def test_what_must_wait_a_moment_is_held_and_then_written(
