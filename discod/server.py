@@ -65,6 +65,8 @@ from discod.wire.messages import (
     Write,
 )
 from discod.wire.sizes import format_size
+from discod.write_record import WriteRecord
+from discod.writes import Writes
 
 MESSAGES_PER_ROUND = 256
 """Then the loop looks after lifelines and attaches, whatever else a client has sent."""
@@ -104,6 +106,8 @@ class Server:
         self._disk = Budget(config.disk_bytes or default_disk_bytes(free))
         self._loop = Loop()
         self._chores = Chores(self._loop.post)
+        self._record = WriteRecord(config.scratch, self._chores)
+        self._writes = self._make_writes()
         engines: dict[int, Engine] = {}
         for directory in directories:
             if directory.device not in engines:
@@ -190,6 +194,8 @@ class Server:
             self._router.close()
             self._socket_dir.remove_sockets()
             self._gpus.stop()
+        if self._config.write_budget is not None:
+            self._record.save_now(self._writes.entries())
         if not self._clients.in_flight:
             for engine in self._engines:
                 engine.stop()
@@ -259,7 +265,21 @@ class Server:
             partial(self._answer, identity),
             self._trimmer.idle,
             checksum.sample_step_bytes(self._config.chunk_bytes),
+            self._writes,
         )
+
+    def _make_writes(self) -> Writes:
+        budget = self._config.write_budget
+        if budget is None:
+            return Writes()
+        writes = Writes(budget, self._loop.call_later, self._record.save)
+        writes.restore(self._record.load())
+        _log.info(
+            "write budget %s, of which %s are used",
+            budget,
+            format_size(sum(size for _, size in writes.entries())),
+        )
+        return writes
 
     def _answer(self, identity: bytes, reply: Reply) -> None:
         if not self._router.send(identity, encode(reply)):
@@ -284,7 +304,9 @@ class Server:
     def _status(self) -> str:
         tenants = self._clients.tenants
         gpus = self._gpus.status()
-        return make_status(self._config, self._devices, self._ram, self._disk, tenants, gpus)
+        return make_status(
+            self._config, self._devices, self._ram, self._disk, self._writes, tenants, gpus
+        )
 
     def _clients_changed(self) -> None:
         self._stop_when_drained()
