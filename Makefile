@@ -13,9 +13,12 @@ FUZZ_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+BENCH_VENV := .bench-venv
+BENCH := $(BENCH_VENV)/bin/python
+BENCH_STAMP := $(BENCH_VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format coverage compatibility bench-io gpu chaos soak fuzz clean
+.PHONY: help demo test lint format coverage compatibility bench bench-full gpu chaos soak fuzz clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -53,8 +56,20 @@ coverage: $(STAMP)  ## Run all tests, and show which lines no test reached
 compatibility: $(STAMP)  ## Measure the forms under DDP, FSDP2 and TP, and write docs/compatibility.md
 	$(BIN)/python -m tests.compatibility
 
-bench-io: $(STAMP)  ## Measure saving and loading against fio and a bare O_DIRECT probe
-	$(BIN)/python -m tests.benchmarks.io $(BENCH_ARGS)
+$(BENCH_STAMP): pyproject.toml constraints.txt tests/benchmarks/peers.py
+	rm -rf $(BENCH_VENV)
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH) -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  -e '.[torch]' 'matplotlib>=3.10' ninja setuptools wheel
+	$(BENCH) -m tests.benchmarks.peers
+	@touch $@
+
+bench: $(BENCH_STAMP)  ## Measure discod against its peers, shortly, into bench-results/ (10 minutes)
+	PATH="$(CURDIR)/$(BENCH_VENV)/bin:$$PATH" $(BENCH) -m tests.benchmarks $(BENCH_ARGS)
+
+bench-full: $(BENCH_STAMP)  ## The same in full, into docs/benchmarks/ and docs/benchmarks.md
+	PATH="$(CURDIR)/$(BENCH_VENV)/bin:$$PATH" $(BENCH) -m tests.benchmarks --full \
+	  --out docs/benchmarks $(BENCH_ARGS)
 
 gpu: $(STAMP)  ## Check and measure discod on a GPU (5 minutes; GPU_ARGS="--device cpu --quick" without)
 	$(BIN)/python -m tests.gpu $(GPU_ARGS)
@@ -70,6 +85,6 @@ fuzz: $(STAMP)  ## Fuzz all that reads what clients send (some minutes; FUZZ_ARG
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 clean:  ## Remove .venv and all caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis htmlcov build dist
+	rm -rf $(VENV) $(BENCH_VENV) bench-results .mypy_cache .ruff_cache .pytest_cache .hypothesis htmlcov build dist
 	rm -f .coverage .coverage.*
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -7,7 +7,7 @@ answers that were in it. They would be awaited for ever, so a connection that br
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import select
 from pathlib import Path
 
 import zmq
@@ -32,6 +32,8 @@ class IoConnection:
 
     Attributes:
         fds: To poll; they tell of changes, not of states.
+        stirred: Whether something was sent since :meth:`received` has looked. Any call on the
+            socket may eat the edge by which its fd tells of an answer, so there may be one.
 
     Raises:
         zmq.ZMQError: There are no fds left, or no memory.
@@ -55,26 +57,45 @@ class IoConnection:
             for one in (self._dealer, self._monitor):
                 one.getsockopt(_EVENTS)
             failed.pop_all()
+        self.stirred = True
+        self._broken = False
+        self._poll = select.poll()
+        for fd in self.fds:
+            self._poll.register(fd, select.POLLIN)
+
+    def watch(self, fd: int) -> None:
+        """Count what comes on ``fd`` too in :meth:`quiet`; it must stay open as long as this."""
+        self._poll.register(fd, select.POLLIN)
+
+    def quiet(self) -> bool:
+        """Whether :meth:`received` and :attr:`broken` have nothing new to tell; one system call."""
+        return not (self.stirred or self._broken or self._poll.poll(0))
 
     @property
     def broken(self) -> bool:
         """Whether it stood and broke; what is answered since, and what is not, means nothing."""
-        return bool(int(self._monitor.getsockopt(_EVENTS)) & _POLLIN)
+        if not self._broken:
+            self._broken = bool(int(self._monitor.getsockopt(_EVENTS)) & _POLLIN)
+        return self._broken
 
     def send(self, request: Request) -> None:
         """Send, without waiting."""
+        self.stirred = True
         self._dealer.send(encode(request), _DONTWAIT)
 
-    def received(self) -> Iterator[Reply]:
+    def received(self) -> list[Reply]:
         """The replies that are there."""
+        replies: list[Reply] = []
         # Asked first: the exception of an empty socket costs ten times as much.
         while int(self._dealer.getsockopt(_EVENTS)) & _POLLIN:
             try:
-                yield decode(self._dealer.recv(_DONTWAIT), Done, Failed)
+                replies.append(decode(self._dealer.recv(_DONTWAIT), Done, Failed))
             except zmq.Again:
-                return
+                break
             except WireError as error:
                 _log.warning("dropped a message of the daemon: %s", error)
+        self.stirred = False
+        return replies
 
     def close(self) -> None:
         """Drop what was not sent."""

@@ -55,4 +55,5 @@ class Lending:
 
     def changed(self, blob: int) -> bool:
         """Whether a holder of the blob has changed it in place."""
-        return any(loan.changed() for loan in self._loans.get(blob, ()))
+        loans = self._loans.get(blob)
+        return loans is not None and any(loan.changed() for loan in loans)

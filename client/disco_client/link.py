@@ -140,11 +140,20 @@ class Link:
         """Tell further daemons nothing of it."""
         return self._enrolments.pop(name, None) is not None
 
+    @property
+    def stirred(self) -> bool:
+        """Whether there may be answers that :meth:`wait` would not tell of; :meth:`drain` looks."""
+        return self._lost_since is None and self._io.stirred
+
+    def quiet(self) -> bool:
+        """Whether :meth:`drain` and an unblocked :meth:`check` would find nothing to do."""
+        return self._lost_since is None and self._io.quiet()
+
     def drain(self) -> bool:
         """Hand over all replies that are there, without waiting. True when there was any."""
         if self.lost:
             return False
-        replies = list(self._io.received())
+        replies = self._io.received()
         # ZeroMQ reconnects by itself: these may be a new daemon's, which does not know us yet and
         # refuses. The old one's end is seen on the lifeline before that. All is sent again.
         if not replies or self._hung_up():
@@ -241,6 +250,7 @@ class Link:
         except BaseException:
             lifeline.close()
             raise
+        self._io.watch(lifeline.fileno())
         self._lifeline = lifeline
         self._epoch = greeting.welcome.epoch
         self._lost_since = None

@@ -23,6 +23,8 @@ class Loans:
 
     def check_unmodified(self, blob: Blob) -> None:
         """Raise :class:`BlobModified` when a borrower has changed what would be lent."""
+        if not (blob.spoilt or blob.lost or blob.stale):
+            return
         fact = f"a tensor of {format_size(blob.size_bytes)} loaded earlier was changed in place"
         remedy = "do not write to loaded tensors, or clone() them first"
         if blob.spoilt:

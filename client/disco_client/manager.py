@@ -3,6 +3,7 @@
 Source of the names and signatures: ``axolotl/monkeypatch/gradient_checkpointing/offload_disk.py``.
 """
 
+import itertools
 import secrets
 import weakref
 from typing import NoReturn
@@ -62,6 +63,8 @@ class DiskOffloadManager:
         self.group = Group(
             max_prefetch=prefetch_size, max_writes=save_workers, to_device=prefetch_to_gpu
         )
+        self._name = f"discod-{secrets.token_hex(8)}"
+        self._numbers = itertools.count()
         self._handles: weakref.WeakValueDictionary[str, BlobHandle] = weakref.WeakValueDictionary()
         connection.current()
 
@@ -83,7 +86,7 @@ class DiskOffloadManager:
             RoomError: The arena is full and so is the disk; nothing was saved.
         """
         stored = StoredTensor(connection.current().store, tensor, self.group, at_once=True)
-        handle = BlobHandle(f"discod-{secrets.token_hex(8)}")
+        handle = BlobHandle(f"{self._name}-{next(self._numbers)}")
         handle._stored = stored
         self._handles[str(handle)] = handle
         return handle

@@ -6,7 +6,7 @@ in what the daemon has answered; a call that must wait does so between sections.
 *Why finalizers cannot deadlock.* A handle or a loaded view may be collected at any moment, also
 inside a section that holds the lock, on the same thread. A finalizer therefore only appends to a
 queue, and works it off when nobody holds the lock; whoever holds it looks at the queue once more
-after letting go (:meth:`Monitor.section`).
+after letting go (:meth:`Monitor.change`).
 
 *Why a waiter misses nothing.* ZeroMQ's fd signals edges, and any call on the socket may eat one.
 So whatever changes anything raises ``changes`` and wakes the thread that polls; and a thread that
@@ -22,15 +22,15 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
 
 from disco_client.errors import DiscodError, HandleReleased, UsageError
 from disco_client.link import Link
 from disco_client.staging import POLL_SECONDS
 
 _Dropped = TypeVar("_Dropped")
+_Value = TypeVar("_Value")
 
 
 class Copies(Protocol):
@@ -65,25 +65,33 @@ class Monitor(Generic[_Dropped]):
         self._changed = threading.Condition(self._lock)
         self._holder: int | None = None
         self._poller: int | None = None
+        self._sleepers = 0
         self._torn = False
         self._closed = False
         self._dropped: deque[_Dropped] = deque()
 
-    @contextmanager
-    def section(self, settle: bool = True) -> Iterator[None]:
-        """The lock, for one change. ``settle``: take in what the daemon has answered first."""
+    def change(self, action: Callable[..., _Value], *args: Any, settle: bool = True) -> _Value:
+        """What ``action(*args)`` gives, run with the lock held: one section.
+
+        Args:
+            action: The change.
+            args: Its arguments.
+            settle: Take in what the daemon has answered first.
+        """
         me = threading.get_ident()
-        self._refuse(me)
+        if self.forked or self._closed or me == self._holder:
+            self._refuse(me)
         with self._lock:
             # Nothing between the lock and this store at which a signal handler could run.
             self._holder = me
             try:
-                self._refuse(None)
+                if self.forked or self._closed or self._torn:
+                    self._refuse(None)
                 self._torn = True
                 try:
                     if settle:
                         self._settle()
-                    yield
+                    value = action(*args)
                     if self._poller is not None:  # an edge that it waits for may have been eaten
                         self._settle()
                 except (DiscodError, TimeoutError):
@@ -94,7 +102,9 @@ class Monitor(Generic[_Dropped]):
                 self._torn = False
             finally:
                 self._holder = None
-        self._work_off()
+        if self._dropped:
+            self._work_off()
+        return value
 
     def tear(self) -> None:
         """Serve no further call: something goes on that was to have ended."""
@@ -125,8 +135,10 @@ class Monitor(Generic[_Dropped]):
 
     def _settle(self) -> None:
         """Take in every reply, copy and drop, and tell the waiters when there were any."""
-        changed = False
         copies = self._copies
+        if not (self._dropped or copies.pending) and self._link.quiet():
+            return
+        changed = False
         while self._link.drain() or self._dropped or (copies.pending and copies.settle()):
             changed = True
             while self._dropped:
@@ -138,22 +150,27 @@ class Monitor(Generic[_Dropped]):
     def tell_waiters(self) -> None:
         """Something changed that another thread may wait for."""
         self.changes += 1
-        self._changed.notify_all()
+        if self._sleepers:
+            self._changed.notify_all()
         if self._poller is not None:
             self._link.wake()
 
     def pause(self, seen: int, deadline: float = math.inf) -> None:
-        """Until something may have changed since ``changes`` was ``seen``, or the deadline."""
+        """Until something may have changed since ``changes`` was ``seen``, or the deadline.
+
+        Returns at once where the section before this has sent something, for that may have eaten
+        the edge of an answer: the next one looks.
+        """
         timeout = self._link.patience
         if self._copies.pending:  # of which no fd tells
             timeout = min(timeout, POLL_SECONDS)
         timeout = min(timeout, max(0.0, deadline - time.monotonic()))
         me = threading.get_ident()
         with self._lock:
-            if self.changes != seen or self._closed:
+            if self.changes != seen or self._closed or self._link.stirred:
                 return
             if self._poller not in (None, me):
-                self._changed.wait(timeout)
+                self._sleep(timeout)
                 return
             self._poller = me
         try:
@@ -165,6 +182,14 @@ class Monitor(Generic[_Dropped]):
             with self._lock:
                 self._poller = None
                 self._changed.notify_all()
+
+    def _sleep(self, timeout: float) -> None:
+        """Until another thread tells of a change; the lock is held before and after."""
+        self._sleepers += 1
+        try:
+            self._changed.wait(timeout)
+        finally:
+            self._sleepers -= 1
 
     def close(self, detach: Callable[[], None]) -> None:
         """Refuse all further calls, and ``detach`` when no thread polls the link any more.
@@ -178,7 +203,7 @@ class Monitor(Generic[_Dropped]):
         with self._lock:
             while self._poller is not None:  # its fds must stay open until that thread is off them
                 self._link.wake()
-                self._changed.wait(1.0)
+                self._sleep(1.0)
             self._changed.notify_all()
             detach()
 
@@ -192,5 +217,9 @@ class Monitor(Generic[_Dropped]):
         while self._dropped and not (
             self._lock.locked() or self.forked or self._closed or self._torn
         ):
-            with contextlib.suppress(HandleReleased, UsageError), self.section():
-                pass
+            with contextlib.suppress(HandleReleased, UsageError):
+                self.change(_nothing)
+
+
+def _nothing() -> None:
+    """A section that only takes in what has come, and what was dropped."""

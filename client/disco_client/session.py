@@ -8,9 +8,9 @@ Knows bytes: :mod:`disco_client.store` makes tensors of them.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -97,26 +97,16 @@ class Session:
             RoomError: There is no room and none can be made; nothing was saved.
             DaemonLost: Room could only be made by a daemon that is gone.
         """
-        blob = self._place(align_up(size_bytes), group, device)
+        blob, slot = self._place(align_up(size_bytes), group, device)
         departure = None
         try:
-            slot = self._residency.slot(blob)
             departure = fill(slot, self._arena.view[slot : slot + size_bytes])
         except BaseException:
             if departure is not None:
                 self.wait_or_tear(departure.landed)
-            with self._monitor.section():
-                self._transfers.carry_out(self._residency.abandon(blob))
-                self._monitor.tell_waiters()
+            self._monitor.change(self._abandon, blob)
             raise
-        with self._monitor.section(settle=False):
-            if departure is None:
-                self._transfers.carry_out(self._residency.filled(blob))
-            else:
-                self._staging.depart(blob, departure, group.to_device)
-            self._monitor.tell_waiters()
-            end = End(owner, self._monitor.drop, blob)
-            end.atexit = False
+        end = self._monitor.change(self._filled, blob, departure, group, owner, settle=False)
         return blob, end
 
     def load(self, blob: int, size_bytes: int) -> tuple[memoryview, Loan]:
@@ -127,8 +117,11 @@ class Session:
             RoomError: The arena is held by other loans, so there is nowhere to read it into.
             DaemonLost: It is on disk and the daemon is gone.
         """
-        with self._waits.loading() as wait:
-            return self.wait_for(lambda: self._try_load(blob, size_bytes, wait))
+        wait = self._waits.begin()
+        try:
+            return self.wait_for(self._try_load, blob, size_bytes, wait)
+        finally:
+            self._waits.load_seconds += wait.seconds
 
     def at_hand(self, blob: int, device: torch.device) -> Arrival | Lent | None:
         """What ``device`` itself has of the blob, which counts as a load of it.
@@ -136,42 +129,26 @@ class Session:
         Raises:
             HandleReleased, BlobModified: As :meth:`load`.
         """
-        with self._monitor.section():
-            found = self._staging.find(blob, device)
-            if found is not None:
-                self._transfers.carry_out(self._residency.served(blob))
-            return found
+        return self._monitor.change(self._find, blob, device)
 
     def arrive(self, arrival: Arrival, memory: memoryview) -> None:
         """A copy of what was loaded was started; it needs ``memory``, the loan, until it landed."""
-        with self._monitor.section(settle=False):
-            self._staging.arrive(arrival, memory)
+        self._monitor.change(self._staging.arrive, arrival, memory, settle=False)
 
     def lend_ahead(self) -> tuple[memoryview, Loan, torch.device, int] | None:
         """What to bring to its device next: bytes and loan, as of a load, device, size.
 
         The caller answers with :meth:`bring_ahead`, or :meth:`give_up_ahead` of it.
         """
-        with self._monitor.section(settle=False):
-            wanted = self._staging.next_ahead()
-            if wanted is None:
-                return None
-            blob, device, nbytes = wanted
-            self._residency.lend_ahead(blob)
-            return *self._lend(blob, nbytes), device, nbytes
+        return self._monitor.change(self._lend_ahead, settle=False)
 
     def bring_ahead(self, blob: int, arrival: Arrival, memory: memoryview) -> None:
         """The copy of what :meth:`lend_ahead` gave was started."""
-        with self._monitor.section(settle=False):
-            self._staging.arrive(arrival, memory)
-            self._staging.bring_ahead(blob, arrival)
+        self._monitor.change(self._bring_ahead, blob, arrival, memory, settle=False)
 
     def give_up_ahead(self, blob: int | None = None) -> None:
         """A device has no memory: drop what it has of live blobs. ``blob`` was not copied to it."""
-        with self._monitor.section():
-            self._staging.give_up()
-            if blob is not None:
-                self._transfers.carry_out(self._residency.give_up_ahead(blob))
+        self._monitor.change(self._give_up_ahead, blob)
 
     def peek(self, blob: int, size_bytes: int) -> memoryview | None:
         """The blob's bytes to look at, if they are in RAM now; as :meth:`load`, but no use of it.
@@ -179,10 +156,7 @@ class Session:
         Raises:
             HandleReleased: It was freed.
         """
-        with self._monitor.section():
-            if not self._residency.lend_resident(blob):
-                return None
-            return self._lend(blob, size_bytes)[0]
+        return self._monitor.change(self._peek, blob, size_bytes)
 
     def wait_saved(self, blob: int, timeout: float | None) -> None:
         """Until the blob needs no more of the disk: it is written, or stays in RAM.
@@ -207,8 +181,8 @@ class Session:
 
     def wait_for(
         self,
-        attempt: Callable[[], _T | None],
-        *,
+        attempt: Callable[..., _T | None],
+        *args: Any,
         look: bool = False,
         deadline: float = math.inf,
     ) -> _T:
@@ -216,6 +190,7 @@ class Session:
 
         Args:
             attempt: What to try.
+            args: Its arguments.
             look: Try often: what it waits for wakes no one.
             deadline: When to try once more at the latest, by the monotonic clock.
 
@@ -223,13 +198,10 @@ class Session:
             DaemonLost: The daemon is gone, and so is the hope.
         """
         while True:
-            with self._monitor.section():
-                value = attempt()
-                if value is not None and value is not False:
-                    return value
-                # While a device copies by itself, it may be that which is waited for.
-                self.link.check(blocked=not self._staging.device_works)
-                seen = self._monitor.changes
+            outcome: tuple[_T | None, int] = self._monitor.change(self._attempt, attempt, args)
+            value, seen = outcome
+            if value is not None:
+                return value
             self._monitor.pause(seen, time.monotonic() + POLL_SECONDS if look else deadline)
 
     def wait_or_tear(self, ended: Callable[[], bool]) -> None:
@@ -245,29 +217,18 @@ class Session:
 
     def wait_for_copies(self) -> None:
         """Until the copies that are under way now have landed, and the devices' memory is free."""
-        with self._monitor.section():
-            copies = self._staging.under_way
+        copies = self._monitor.change(lambda: self._staging.under_way)
         self.wait_for(lambda: all(copy.landed() for copy in copies), look=True)
 
     def prefetch(self, count: int | None) -> None:
         """Start reading the ``count`` blobs that are needed next, or as many as there is room."""
-        with self._monitor.section():
-            self._transfers.carry_out(self._residency.prefetch(count))
+        self._monitor.change(lambda: self._transfers.carry_out(self._residency.prefetch(count)))
 
     # The whole
 
     def stats(self) -> Stats:
         """The counters now."""
-        with self._monitor.section():
-            totals = _counters(self._residency.totals, self._waits.totals)
-            last = _counters(self._residency.last_cycle, self._waits.last_cycle)
-            return Stats(
-                **asdict(totals),
-                live_blobs=self._residency.live_blobs,
-                arena_bytes=self._arena.size_bytes,
-                last_cycle=last,
-                attached_seconds=time.monotonic() - self._attached,
-            )
+        return self._monitor.change(self._stats)
 
     def close(self) -> None:
         """Detach. Blobs that are still held are lost; tensors that were loaded stay valid.
@@ -290,6 +251,70 @@ class Session:
         self.link.abandon()
 
     # Inside of sections
+
+    def _attempt(
+        self, attempt: Callable[..., _T | None], args: Sequence[Any]
+    ) -> tuple[_T | None, int]:
+        """What ``attempt`` gives, or None and the changes that it has seen."""
+        value = attempt(*args)
+        if value is not None and value is not False:
+            return value, 0
+        # While a device copies by itself, it may be that which is waited for.
+        self.link.check(blocked=not self._staging.device_works)
+        return None, self._monitor.changes
+
+    def _filled(self, blob: int, departure: Departure | None, group: Group, owner: object) -> End:
+        if departure is None:
+            self._transfers.carry_out(self._residency.filled(blob))
+        else:
+            self._staging.depart(blob, departure, group.to_device)
+        self._monitor.tell_waiters()
+        end = End(owner, self._monitor.drop, blob)
+        end.atexit = False
+        return end
+
+    def _abandon(self, blob: int) -> None:
+        self._transfers.carry_out(self._residency.abandon(blob))
+        self._monitor.tell_waiters()
+
+    def _find(self, blob: int, device: torch.device) -> Arrival | Lent | None:
+        found = self._staging.find(blob, device)
+        if found is not None:
+            self._transfers.carry_out(self._residency.served(blob))
+        return found
+
+    def _lend_ahead(self) -> tuple[memoryview, Loan, torch.device, int] | None:
+        wanted = self._staging.next_ahead()
+        if wanted is None:
+            return None
+        blob, device, nbytes = wanted
+        self._residency.lend_ahead(blob)
+        return *self._lend(blob, nbytes), device, nbytes
+
+    def _bring_ahead(self, blob: int, arrival: Arrival, memory: memoryview) -> None:
+        self._staging.arrive(arrival, memory)
+        self._staging.bring_ahead(blob, arrival)
+
+    def _give_up_ahead(self, blob: int | None) -> None:
+        self._staging.give_up()
+        if blob is not None:
+            self._transfers.carry_out(self._residency.give_up_ahead(blob))
+
+    def _peek(self, blob: int, size_bytes: int) -> memoryview | None:
+        if not self._residency.lend_resident(blob):
+            return None
+        return self._lend(blob, size_bytes)[0]
+
+    def _stats(self) -> Stats:
+        totals = _counters(self._residency.totals, self._waits.totals)
+        last = _counters(self._residency.last_cycle, self._waits.last_cycle)
+        return Stats(
+            **asdict(totals),
+            live_blobs=self._residency.live_blobs,
+            arena_bytes=self._arena.size_bytes,
+            last_cycle=last,
+            attached_seconds=time.monotonic() - self._attached,
+        )
 
     def _take_drop(self, what: int | Loan) -> None:
         if isinstance(what, Loan):
@@ -316,13 +341,17 @@ class Session:
 
     # Room
 
-    def _place(self, size_bytes: int, group: Group, device: torch.device | None) -> int:
-        with self._waits.saving() as wait:
-            return self.wait_for(lambda: self._try_place(size_bytes, group, device, wait))
+    def _place(self, size_bytes: int, group: Group, device: torch.device | None) -> tuple[int, int]:
+        """A new blob, and its slot."""
+        wait = self._waits.begin()
+        try:
+            return self.wait_for(self._try_place, size_bytes, group, device, wait)
+        finally:
+            self._waits.end_save(wait)
 
     def _try_place(
         self, size_bytes: int, group: Group, device: torch.device | None, wait: Wait
-    ) -> int | None:
+    ) -> tuple[int, int] | None:
         if device is not None and not self._staging.admits(device, size_bytes):
             wait.begin()
             wait.for_device = True
@@ -334,16 +363,19 @@ class Session:
                 raise
             blob, instructions = None, []
         self._end_cycle()
-        self._transfers.carry_out(instructions)
+        if instructions:
+            self._transfers.carry_out(instructions)
         if blob is None:
             wait.begin()
-        else:
-            self._back(blob, size_bytes)
-        return blob
+            return None
+        slot = self._residency.slot(blob)
+        if slot + size_bytes > self._arena.backed_bytes:
+            self._back(blob, slot + size_bytes)
+        return blob, slot
 
-    def _back(self, blob: int, size_bytes: int) -> None:
+    def _back(self, blob: int, end_bytes: int) -> None:
         try:
-            self._arena.back(self._residency.slot(blob) + size_bytes)
+            self._arena.back(end_bytes)
         except ArenaFull:
             self._transfers.carry_out(self._residency.abandon(blob))
             raise

@@ -19,6 +19,8 @@ from disco_client.tensors import Layout, TensorSpec, copy_in, flatten, rebuild
 
 _T = TypeVar("_T")
 
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
 
 class Store:
     """Where the tensors of one attachment are.
@@ -93,18 +95,20 @@ class Store:
             UnsupportedCall: A CUDA graph is being captured.
             BlobError, RoomError, DaemonLost: As :meth:`Session.load`.
         """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False):
+                return self.get(blob, spec, target)
         device = self._devices.of(target)
-        with torch.inference_mode(mode=False):
-            if device is not None:
-                target = self._devices.unit(target)
-                device.check(target)
-                return rebuild(self._from_device(device, blob, spec, target), spec, target)
-            view, loan = self.session.load(blob, spec.nbytes)
-            flat = torch.frombuffer(view, dtype=torch.uint8)
-            del view
-            if target.type == "cpu" and spec.layout is Layout.SPAN:
-                _watch(flat, loan)
-            return rebuild(flat, spec, target)
+        if device is not None:
+            target = self._devices.unit(target)
+            device.check(target)
+            return rebuild(self._from_device(device, blob, spec, target), spec, target)
+        view, loan = self.session.load(blob, spec.nbytes)
+        flat = torch.frombuffer(view, dtype=torch.uint8)
+        del view
+        if target.type == "cpu" and spec.layout is Layout.SPAN:
+            _watch(flat, loan)
+        return rebuild(flat, spec, target)
 
     def _from_device(
         self, device: Device, blob: int, spec: TensorSpec, target: torch.device
@@ -150,6 +154,6 @@ def _watch(flat: torch.Tensor, loan: Loan) -> None:
     it can outlive the loan without keeping the slot.
     """
     witness = flat.detach()
-    witness.data = torch.empty(0, dtype=torch.uint8, device=flat.device)
+    witness.data = _NOTHING
     version = witness._version
     loan.changed = lambda: witness._version != version

@@ -6,8 +6,8 @@ ever turned silently into a plain tensor.
 """
 
 import ctypes
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -33,8 +33,7 @@ class Layout(Enum):
     """The elements alone, in row-major order: the storage between them is somebody else's."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """All of a strided tensor but its bytes.
 
     Attributes:
@@ -82,33 +81,36 @@ def describe(tensor: torch.Tensor) -> TensorSpec:
             f"on {tensor.device} cannot be kept as bytes, so it is not offloaded; pass a plain "
             "strided tensor"
         )
-    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    layout, items = _extent(shape, stride)
+    shape, stride = tensor.shape, tensor.stride()
+    if tensor.is_contiguous():  # nearly all are, and this is asked in each save
+        layout, items = Layout.SPAN, tensor.numel()
+    else:
+        layout, items = _extent(shape, stride)
     return TensorSpec(
-        dtype=tensor.dtype,
-        device=tensor.device,
-        shape=shape,
-        stride=stride,
-        layout=layout,
-        items=items,
-        nbytes=items * tensor.element_size(),
-        conjugated=tensor.is_conj(),
-        negated=tensor.is_neg(),
-        requires_grad=tensor.requires_grad,
+        tensor.dtype,
+        tensor.device,
+        shape,
+        stride,
+        layout,
+        items,
+        items * tensor.element_size(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+        tensor.requires_grad,
     )
 
 
 def copy_in(tensor: torch.Tensor, spec: TensorSpec, memory: memoryview) -> None:
     """Copy the bytes of ``tensor`` into ``memory`` of ``spec.nbytes``, with the GIL released."""
-    with torch.no_grad():
-        source = _physical(tensor.detach(), spec)
-        source = source.view(_CARRIERS[source.element_size()])
-        target = torch.frombuffer(memory, dtype=source.dtype)
-        if spec.layout is Layout.SPAN:
-            target.copy_(source.as_strided((spec.items,), (1,)))
-        else:
-            core = _core_shape(spec)
-            target.view(core).copy_(source.as_strided(core, spec.stride))
+    # What is detached records no history, so that no_grad(), which costs as much, is not needed.
+    source = _physical(tensor.detach(), spec)
+    source = source.view(_CARRIERS[source.element_size()])
+    target = torch.frombuffer(memory, dtype=source.dtype)
+    if spec.layout is Layout.SPAN:
+        target.copy_(source.as_strided((spec.items,), (1,)))
+    else:
+        core = _core_shape(spec)
+        target.view(core).copy_(source.as_strided(core, spec.stride))
 
 
 def flatten(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -144,25 +146,25 @@ def digest(tensor: torch.Tensor, spec: TensorSpec | None = None) -> bytes:
 
 
 def rebuild(flat: torch.Tensor, spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """The tensor that ``spec`` describes, from its bytes ``flat``.
+    """The tensor that ``spec`` describes, from its bytes ``flat``, which have no history.
 
     On ``flat``'s own device it shares memory with ``flat`` unless the layout is packed.
     """
-    with torch.no_grad():
+    if flat.device != device:
         flat = flat.to(device)
-        if spec.items == 0:
-            result = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
-        elif spec.layout is Layout.SPAN:
-            result = flat.view(spec.dtype).as_strided(spec.shape, spec.stride)
-        else:
-            result = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
-            carrier, core = _CARRIERS[result.element_size()], _core_shape(spec)
-            target = result.view(carrier).as_strided(core, spec.stride)
-            target.copy_(flat.view(carrier).view(core))
-        if spec.conjugated:
-            result = result.conj()
-        if spec.negated:
-            result = torch._neg_view(result)
+    if spec.items == 0:
+        result = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+    elif spec.layout is Layout.SPAN:
+        result = flat.view(spec.dtype).as_strided(spec.shape, spec.stride)
+    else:
+        result = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+        carrier, core = _CARRIERS[result.element_size()], _core_shape(spec)
+        target = result.view(carrier).as_strided(core, spec.stride)
+        target.copy_(flat.view(carrier).view(core))
+    if spec.conjugated:
+        result = result.conj()
+    if spec.negated:
+        result = torch._neg_view(result)
     return result
 
 

@@ -2,8 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 LOAN_WAIT_SECONDS = 10.0
 """How long a call waits for room that other threads' loaded tensors hold, before ``ArenaFull``."""
@@ -55,32 +53,23 @@ class Waits:
         """Since the start."""
         return self.save_seconds, self.load_seconds
 
-    @contextmanager
-    def saving(self) -> Iterator[Wait]:
-        """A save by the calling thread."""
-        wait = self._wait()
-        try:
-            yield wait
-        finally:
-            seconds = wait.seconds
-            self.save_seconds += seconds
-            self.device_seconds += seconds * wait.for_device
+    def begin(self) -> Wait:
+        """A call by the calling thread, which waits no time as yet.
 
-    @contextmanager
-    def loading(self) -> Iterator[Wait]:
-        """A load by the calling thread."""
-        wait = self._wait()
-        try:
-            yield wait
-        finally:
-            self.load_seconds += wait.seconds
+        A save's is to be given to :meth:`end_save`, a load's seconds to be added to
+        ``load_seconds``, when it ends.
+        """
+        self._threads.add(threading.get_ident())
+        return Wait(for_loans=len(self._threads) > 1)
+
+    def end_save(self, wait: Wait) -> None:
+        """A save is over, whatever came of it."""
+        seconds = wait.seconds
+        self.save_seconds += seconds
+        self.device_seconds += seconds * wait.for_device
 
     def end_cycle(self) -> None:
         """No blob is alive: note what the cycle has added."""
         saves, loads = self._cycle_start
         self.last_cycle = self.save_seconds - saves, self.load_seconds - loads
         self._cycle_start = self.totals
-
-    def _wait(self) -> Wait:
-        self._threads.add(threading.get_ident())
-        return Wait(for_loans=len(self._threads) > 1)

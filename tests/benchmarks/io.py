@@ -1,353 +1,288 @@
-"""``make bench-io``: saving and loading through the client's API, against fio and a bare probe.
+"""I/O: whole cycles through the client's API, against fio, a bare probe and other engines.
 
-All on one file system, in one run, alternating; only ratios within a round mean anything, for the
-rates of a disk wander. Printed are medians over the rounds, and the least and greatest.
+All on one file system, in one run. In each round the references run before and after discod's own
+phase, in turns, and a round's ratio is to the mean of those around it.
 """
 
-import json
-import os
-import platform
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import click
-import psutil
-import torch
-from rich.console import Console
-from rich.table import Table
+from discod.wire.sizes import format_size
+from tests.benchmarks import engines, peers
+from tests.benchmarks.frame import Goal, Plot, Progress, RunOptions
+from tests.benchmarks.page import table
+from tests.benchmarks.ranks import Ranks, Together
+from tests.benchmarks.reference import Fio, Probe, Reference
+from tests.benchmarks.service import service
+from tests.benchmarks.spread import ratios, show, spread
 
-import disco_client
-from discod import __version__
-from discod.wire.sizes import format_size, parse_size
-from tests.benchmarks.cycles import CallTimes, Cycles, Phase, WrongBytes
-from tests.benchmarks.reference import FIO_PACKAGE, Fio, Probe, Reference
-from tests.helpers.daemon import Daemon
-
-GOAL_BLOB_BYTES = 16 << 20
-GOAL_RATIO = 0.9
-GOAL_CPU_SECONDS_PER_GB = 0.06
-GOAL_SAVE_OVER_MEMCPY_SECONDS = 150e-6
-WARM_UP_CYCLES = 2
-"""The first one makes extents and huge pages, without knowing the order; the second knows it."""
+MIB = 1 << 20
+DIRECTIONS = ("write", "read", "mixed")
+GOAL_SIZES = (8 * MIB, 64 * MIB)
+GOAL_RATIO = 0.97
+GOAL_CPU = 0.04
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """What to measure.
+class Case:
+    """What one table row is about.
 
     Attributes:
-        directory: On the file system to measure.
-        blob_bytes: Sizes of the blobs.
-        data_bytes: Bytes saved in each cycle, and size of the references' files.
-        arena_bytes: Small beside ``data_bytes``, so that most of it goes through the disk.
+        blob_bytes, ranks: Of discod's side.
+        data_bytes: Saved in each cycle, by all ranks.
+        rounds: How many.
+        checksum: The daemon's.
     """
 
-    directory: Path
-    blob_bytes: Sequence[int]
+    blob_bytes: int
+    ranks: int
     data_bytes: int
-    arena_bytes: int
     rounds: int
-    fio_jobs: int = 4
+    checksum: str = "sampled"
+
+    @property
+    def blobs(self) -> int:
+        """Of each rank."""
+        return max(4, self.data_bytes // self.ranks // self.blob_bytes)
+
+    @property
+    def arena_bytes(self) -> int:
+        """Of each rank: a sixth of its data, so that most of it goes through the disk."""
+        return max(3 * self.blob_bytes, self.blobs * self.blob_bytes // 6, 8 * MIB)
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A median, and the range around it."""
+def cases(full: bool) -> list[Case]:
+    """What to measure."""
+    if not full:
+        return [
+            *(Case(size * MIB, 1, 1024 * MIB, 3) for size in (1, 16, 64)),
+            Case(16 * MIB, 2, 1024 * MIB, 3),
+            Case(16 * MIB, 1, 1024 * MIB, 2, "full"),
+        ]
+    sizes = [
+        Case(max(64 << 10, int(size * MIB)), 1, 256 * MIB if size < 1 else 1536 * MIB, 5)
+        for size in (1 / 16, 1 / 4, 1, 4, 8, 16, 64, 256)
+    ]
+    return [
+        *sizes,
+        Case(1024 * MIB, 1, 6 << 30, 3),
+        *(Case(16 * MIB, ranks, 1536 * MIB, 5) for ranks in (2, 4, 8)),
+        *(Case(64 * MIB, ranks, 3 << 30, 3) for ranks in (2, 4)),
+        *(Case(16 * MIB, 1, 1536 * MIB, 5, checksum) for checksum in ("full", "off")),
+    ]
 
-    median: float
-    least: float
-    greatest: float
 
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        return cls(median(values), min(values), max(values))
+class Io:
+    """See the module's text."""
 
+    name = "io"
+    title = "I/O: saving and loading against fio and other engines"
 
-@dataclass(slots=True)
-class Direction:
-    """All rounds of writing, or of reading."""
+    def run(self, options: RunOptions, progress: Progress) -> dict[str, Any]:
+        chosen = cases(options.full)
+        return measure(chosen, options.directory, progress, with_engines=options.full)
 
-    phases: list[Phase] = field(default_factory=list)
-    references: dict[str, list[float]] = field(default_factory=dict)
-
-    def result(self) -> dict[str, Any]:
-        """Rates in bytes per second, ratios to each reference, the daemon's CPU-s/GB."""
-        rates = [phase.rate for phase in self.phases]
-        moved = sum(phase.disk_bytes for phase in self.phases)
-        return {
-            "bytes_per_second": asdict(Spread.of(rates)),
-            "references": {
-                name: {
-                    "bytes_per_second": asdict(Spread.of(values)),
-                    "ratio": asdict(Spread.of([a / b for a, b in zip(rates, values, strict=True)])),
+    def goals(self, result: dict[str, Any]) -> list[Goal]:
+        found = []
+        rows = [
+            row
+            for row in result["cases"]
+            if GOAL_SIZES[0] <= row["blob_bytes"] <= GOAL_SIZES[1]
+            and row["ranks"] <= 4
+            and row["checksum"] == "sampled"
+        ]
+        for direction in ("write", "read"):
+            for reference in ("fio", "probe"):
+                figures = {
+                    _label(row): row[direction]["ratio"][reference]["median"]
+                    for row in rows
+                    if reference in row[direction]["ratio"]
                 }
-                for name, values in self.references.items()
-            },
-            "daemon_cpu_seconds_per_gb": sum(p.daemon_cpu_seconds for p in self.phases)
-            / (moved / 1e9),
-        }
+                if figures:
+                    worst = min(figures, key=lambda label: figures[label])
+                    found.append(
+                        Goal(
+                            f"{direction} at least {GOAL_RATIO} of {_best(reference)}, blobs of 8 "
+                            "to 64 MiB, 1 to 4 ranks",
+                            f"{_listed(figures)}; least {figures[worst]:.2f}",
+                            figures[worst] >= GOAL_RATIO,
+                        )
+                    )
+            cpu = {_label(row): row[direction]["daemon_cpu"]["median"] for row in rows}
+            if cpu:
+                found.append(
+                    Goal(
+                        f"daemon at most {GOAL_CPU} CPU-s/GB, {direction}, sampled checksums, "
+                        "blobs of 8 to 64 MiB, 1 to 4 ranks",
+                        f"{_listed(cpu, 3)}; most {max(cpu.values()):.3f}",
+                        max(cpu.values()) <= GOAL_CPU,
+                    )
+                )
+        return found
+
+    def markdown(self, result: dict[str, Any]) -> str:
+        text = (
+            "Tensors go through `DiskOffloadManager`: `save_tensor`, then `load_tensor` newest "
+            "first, each rank a process of its own with an arena of a sixth of its data. *write* "
+            "is from the first save until no write is under way, *read* the loads, *mixed* "
+            "alternates a load of the oldest with a save. Two cycles warm up, in the second all "
+            "bytes are compared. fio: psync, O_DIRECT, in the best of three forms (jobs and block "
+            "size) for each direction; the probe: two threads, 8 MiB, anonymous huge pages, "
+            "which is the steadier reference, since fio's own buffers are scattered memory or "
+            "not by luck.\n\n"
+        )
+        for direction in DIRECTIONS:
+            rows = []
+            for row in result["cases"]:
+                part = row[direction]
+                rows.append(
+                    [
+                        _label(row),
+                        *(
+                            show(part["ratio"][name]) if name in part["ratio"] else "-"
+                            for name in ("fio", "probe")
+                        ),
+                        f"{part['rate']['median'] / 1e9:.2f}",
+                        show(part["daemon_cpu"], 3),
+                        show(part["client_cpu"], 3),
+                    ]
+                )
+            header = [
+                "blobs",
+                "over fio",
+                "over probe",
+                "GB/s",
+                "daemon CPU-s/GB",
+                "client CPU-s/GB",
+            ]
+            text += f"**{direction}**\n\n" + table(header, rows) + "\n"
+        if result["engines"]:
+            rows = [
+                [e["name"], *(show(e[d]["fio"]) for d in ("write", "read"))]
+                + [f"{e['cpu'][d]:.2f}" for d in ("write", "read")]
+                for e in result["engines"]
+                if "failure" not in e
+            ]
+            header = ["engine", "write over fio", "read over fio"]
+            header += ["CPU-s/GB, write", "CPU-s/GB, read"]
+            text += "Other engines, 64 MiB tensors, the same disk, alternating with fio:\n\n"
+            text += table(header, rows)
+            text += "".join(
+                f"\n{e['name']} could not be run: {e['failure']}\n"
+                for e in result["engines"]
+                if "failure" in e
+            )
+        return text
+
+    def plots(self, result: dict[str, Any]) -> list[Plot]:
+        def points(direction: str, key: str) -> list[tuple[float | str, float]]:
+            return [
+                (row["blob_bytes"] / MIB, _of(row[direction], key))
+                for row in result["cases"]
+                if row["ranks"] == 1 and row["checksum"] == "sampled"
+            ]
+
+        return [
+            Plot(
+                "io-rate",
+                "Rate over the bare probe's, one rank",
+                "blob, MiB",
+                "ratio",
+                {direction: points(direction, "probe") for direction in DIRECTIONS},
+                reference=1.0,
+                logarithmic_x=True,
+            ),
+            Plot(
+                "io-cpu",
+                "CPU of the daemon, one rank",
+                "blob, MiB",
+                "CPU-s/GB",
+                {direction: points(direction, "cpu") for direction in DIRECTIONS},
+                logarithmic_x=True,
+            ),
+        ]
 
 
 def measure(
-    options: Options, progress: Callable[[str], None] = lambda text: None
+    chosen: Sequence[Case], directory: Path, progress: Progress, *, with_engines: bool
 ) -> dict[str, Any]:
-    """Run everything; the results, ready for JSON.
-
-    Raises:
-        WrongBytes: What was loaded is not what was saved, or the counts do not add up.
-    """
-    with ExitStack() as cleanup:
-        scratch = Path(
-            cleanup.enter_context(
-                tempfile.TemporaryDirectory(prefix="discod-bench-", dir=options.directory)
-            )
-        )
-        sockets = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="discod-bench-")))
-        (scratch / "discod").mkdir()
-        daemon = Daemon(
-            scratch=scratch / "discod", socket_dir=sockets, log_path=sockets / "daemon.log"
-        )
-        cleanup.callback(daemon.close)
-        daemon.wait_until_ready()
-        references: list[Reference] = [Probe(scratch / "probe", options.data_bytes)]
-        cleanup.callback(references[0].close)
-        if Fio.version() is not None:
-            references.insert(0, Fio(scratch / "fio", options.data_bytes, options.fio_jobs))
-        for reference in references:
-            reference.write()
-        disco_client.connect(sockets, arena=options.arena_bytes)
-        cleanup.callback(disco_client.close)
-        results = [
-            measure_size(size, options, daemon, references, progress) for size in options.blob_bytes
-        ]
-        check_daemon(daemon)
-        return {"machine": machine(daemon), "options": _plain(options), "sizes": results}
+    """All cases, and the other engines."""
+    with ExitStack() as stack:
+        size_bytes = max(min(case.data_bytes, 1536 * MIB) for case in chosen)
+        probe = Probe(directory / "probe", size_bytes)
+        stack.callback((directory / "probe").unlink)
+        stack.callback(probe.close)
+        references: list[Reference] = [probe]
+        fio = None
+        if peers.fio() is not None:
+            progress("finding fio's best form")
+            fio = Fio(directory / "fio", size_bytes)
+            stack.callback((directory / "fio").unlink)
+            references.insert(0, fio)
+        rows = [measure_case(case, directory, references, progress) for case in chosen]
+        others = engines.measure(directory, fio, progress) if with_engines and fio else []
+        return {"cases": rows, "engines": others, "fio_forms": fio.forms if fio else {}}
 
 
-def measure_size(
-    blob_bytes: int,
-    options: Options,
-    daemon: Daemon,
-    references: Sequence[Reference],
-    progress: Callable[[str], None],
+def measure_case(
+    case: Case, directory: Path, references: Sequence[Reference], progress: Progress
 ) -> dict[str, Any]:
-    """All rounds with one size of blobs."""
-    blobs = options.data_bytes // blob_bytes
-    cycles = Cycles(blob_bytes, blobs, options.arena_bytes, daemon.pid)
-    writes, reads, calls = Direction(), Direction(), CallTimes()
-    for warm_up in range(WARM_UP_CYCLES):
-        progress(f"{format_size(blob_bytes)}: warming up")
-        cycles.write()
-        cycles.read(check_all=warm_up == 0)
-    for number in range(options.rounds):
-        progress(f"{format_size(blob_bytes)}: round {number + 1} of {options.rounds}")
-        first, second = references[::2], references[1::2]
-        if number % 2:
-            first, second = second, first
-        for reference in first:
-            writes.references.setdefault(reference.name, []).append(reference.write())
-        writes.phases.append(cycles.write())
-        for reference in second:
-            writes.references.setdefault(reference.name, []).append(reference.write())
-        for reference in first:
-            reads.references.setdefault(reference.name, []).append(reference.read())
-        reads.phases.append(cycles.read())
-        for reference in second:
-            reads.references.setdefault(reference.name, []).append(reference.read())
-    progress(f"{format_size(blob_bytes)}: timing single calls")
-    cycles.time_calls(calls)
-    cycles.close()
-    return {
-        "blob_bytes": blob_bytes,
-        "blobs": blobs,
-        "write": writes.result(),
-        "read": reads.result(),
-        "calls_seconds": {name: asdict(Spread.of(v)) for name, v in asdict(calls).items()},
+    """All rounds of one case."""
+    label = f"{format_size(case.blob_bytes)} x {case.ranks}, checksums {case.checksum}"
+    ours: dict[str, list[Together]] = {direction: [] for direction in DIRECTIONS}
+    theirs: dict[str, dict[str, list[float]]] = {
+        direction: {reference.name: [] for reference in references} for direction in DIRECTIONS
     }
-
-
-def check_daemon(daemon: Daemon) -> None:
-    """The daemon has moved the bytes that the client says it has. Raises :class:`WrongBytes`."""
-    (client,) = daemon.status()["clients"]
-    stats = disco_client.stats()
-    for name in ("written_bytes", "read_bytes"):
-        if client[name] != getattr(stats, name):
-            raise WrongBytes(f"{name}: {client[name]} by the daemon, {getattr(stats, name)} here")
-
-
-def machine(daemon: Daemon) -> dict[str, Any]:
-    """What the figures were taken on."""
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
-    scratch = daemon.status()["scratch"][0]
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "discod": __version__,
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "kernel": platform.release(),
-        "fs_type": scratch["fs_type"],
-        "direct": scratch["direct"],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "fio": Fio.version(),
+    with (
+        service(directory, "--checksum", case.checksum) as daemon,
+        Ranks(daemon, case.ranks, case.blob_bytes, case.blobs, case.arena_bytes) as ranks,
+    ):
+        progress(f"{label}: warming up")
+        ranks.all("warm-up")
+        for number in range(case.rounds):
+            progress(f"{label}: round {number + 1} of {case.rounds}")
+            for direction in ("write", "mixed", "read"):
+                before = {r.name: r.run(direction) for r in references}
+                ours[direction].append(ranks.all(direction))
+                for reference in reversed(references):
+                    after = reference.run(direction)
+                    mean = 2 / (1 / before[reference.name] + 1 / after)
+                    theirs[direction][reference.name].append(mean)
+    result: dict[str, Any] = {
+        "blob_bytes": case.blob_bytes,
+        "ranks": case.ranks,
+        "checksum": case.checksum,
     }
-
-
-def _plain(options: Options) -> dict[str, Any]:
-    result = asdict(options)
-    result["directory"] = str(options.directory)
+    for direction in DIRECTIONS:
+        phases = ours[direction]
+        rates = [phase.rate for phase in phases]
+        result[direction] = {
+            "rate": spread(rates),
+            "ratio": {name: ratios(rates, values) for name, values in theirs[direction].items()},
+            "reference_rate": {name: spread(v) for name, v in theirs[direction].items()},
+            "daemon_cpu": spread([phase.daemon_cpu_per_gb for phase in phases]),
+            "client_cpu": spread([phase.client_cpu_per_gb for phase in phases]),
+        }
     return result
 
 
-def table(results: dict[str, Any]) -> Table:
-    """The ratios, and what they are made of."""
-    names = list(results["sizes"][0]["write"]["references"])
-    result = Table(title="discod over the references", title_justify="left")
-    result.add_column("blobs", justify="right")
-    result.add_column("")
-    for name in names:
-        result.add_column(f"over {name}", justify="right")
-    for header in ("GB/s", *names, "daemon CPU-s/GB"):
-        result.add_column(header, justify="right")
-    for size in results["sizes"]:
-        for direction in ("write", "read"):
-            row = size[direction]
-            references = [row["references"][name] for name in names]
-            result.add_row(
-                format_size(size["blob_bytes"]) if direction == "write" else "",
-                direction,
-                *(_spread(reference["ratio"]) for reference in references),
-                f"{row['bytes_per_second']['median'] / 1e9:.2f}",
-                *(f"{r['bytes_per_second']['median'] / 1e9:.2f}" for r in references),
-                f"{row['daemon_cpu_seconds_per_gb']:.3f}",
-            )
-    return result
+def _of(part: dict[str, Any], key: str) -> float:
+    chosen = part["daemon_cpu"] if key == "cpu" else part["ratio"][key]
+    return float(chosen["median"])
 
 
-def calls_table(results: dict[str, Any]) -> Table:
-    """What single calls cost the trainer's thread."""
-    result = Table(
-        "blobs",
-        "save, ms",
-        "memcpy, ms",
-        "save over memcpy, us",
-        "of it CPU, us",
-        "load hit, us",
-        title="single calls, medians",
-        title_justify="left",
-    )
-    for column in result.columns:
-        column.justify = "right"
-    for size in results["sizes"]:
-        calls = {name: spread["median"] for name, spread in size["calls_seconds"].items()}
-        result.add_row(
-            format_size(size["blob_bytes"]),
-            f"{calls['save'] * 1e3:.2f}",
-            f"{calls['memcpy'] * 1e3:.2f}",
-            f"{(calls['save'] - calls['memcpy']) * 1e6:.0f}",
-            f"{(calls['save_cpu'] - calls['memcpy_cpu']) * 1e6:.0f}",
-            f"{calls['load_hit'] * 1e6:.0f}",
-        )
-    return result
+def _best(reference: str) -> str:
+    return "fio's best" if reference == "fio" else "the bare probe"
 
 
-def goals(results: dict[str, Any]) -> list[tuple[str, bool]]:
-    """Each goal in words with its figure, and whether it is met; at 16 MiB, if that was run."""
-    found = []
-    for size in results["sizes"]:
-        if size["blob_bytes"] != GOAL_BLOB_BYTES:
-            continue
-        for direction in ("write", "read"):
-            row = size[direction]
-            for name in ("fio", "probe"):
-                if name in row["references"]:
-                    ratio = row["references"][name]["ratio"]["median"]
-                    text = f"{direction} {ratio:.2f} of {name}, at least {GOAL_RATIO}"
-                    found.append((text, ratio >= GOAL_RATIO))
-            cpu = row["daemon_cpu_seconds_per_gb"]
-            text = f"{direction} {cpu:.3f} daemon CPU-s/GB, at most {GOAL_CPU_SECONDS_PER_GB}"
-            found.append((text, cpu <= GOAL_CPU_SECONDS_PER_GB))
-        calls = size["calls_seconds"]
-        over = calls["save"]["median"] - calls["memcpy"]["median"]
-        limit = GOAL_SAVE_OVER_MEMCPY_SECONDS
-        text = f"save call {over * 1e6:.0f} us over memcpy, at most {limit * 1e6:.0f}"
-        found.append((text, over <= limit))
-    return found
+def _label(row: dict[str, Any]) -> str:
+    ranks = "" if row["ranks"] == 1 else f", {row['ranks']} ranks"
+    checksum = "" if row["checksum"] == "sampled" else f", checksums {row['checksum']}"
+    return f"{format_size(row['blob_bytes'])}{ranks}{checksum}"
 
 
-def _spread(values: dict[str, float]) -> str:
-    return f"{values['median']:.2f} ({values['least']:.2f}-{values['greatest']:.2f})"
-
-
-@click.command()
-@click.option(
-    "--directory",
-    default=Path(),
-    show_default="the working directory",
-    type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
-    help="On the disk to measure; all files in it are temporary.",
-)
-@click.option(
-    "--blobs", default="1MiB,4MiB,16MiB,64MiB", show_default=True, help="Sizes, by commas."
-)
-@click.option("--data", default="1.5GiB", show_default=True, help="Saved in each cycle.")
-@click.option("--arena", default="256MiB", show_default=True, help="The client's RAM.")
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
-@click.option("--fio-jobs", default=4, show_default=True, type=click.IntRange(1))
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write everything to this file too.",
-)
-def main(
-    directory: Path,
-    blobs: str,
-    data: str,
-    arena: str,
-    rounds: int,
-    fio_jobs: int,
-    json_path: Path | None,
-) -> None:
-    """Measure saving and loading through discod against what the disk can do without it."""
-    torch.set_num_threads(1)  # as torchrun sets it for every rank
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    if Fio.version() is None:
-        console.print(
-            f"fio is not installed (package {FIO_PACKAGE}): the bare probe is the only reference"
-        )
-    options = Options(
-        directory=directory,
-        blob_bytes=tuple(parse_size(size) for size in blobs.split(",")),
-        data_bytes=parse_size(data),
-        arena_bytes=parse_size(arena),
-        rounds=rounds,
-        fio_jobs=fio_jobs,
-    )
-    with console.status("starting") as status:
-        results = measure(options, progress=status.update)
-    if json_path is not None:
-        json_path.write_text(json.dumps(results, indent=2) + "\n")
-    console.print(table(results))
-    console.print(calls_table(results))
-    for text, met in goals(results):
-        console.print(f"{'met   ' if met else 'MISSED'}  {text}", highlight=False)
-
-
-if __name__ == "__main__":
-    main()
+def _listed(figures: dict[str, float], digits: int = 2) -> str:
+    return "; ".join(f"{label}: {figure:.{digits}f}" for label, figure in figures.items())

@@ -92,6 +92,13 @@ class SimulatedDaemon:
             self._replies.append((answer, Done(seq, 1, b"")))
         return seq
 
+    stirred = False
+    """A wait makes a step, so no answer is missed."""
+
+    def quiet(self) -> bool:
+        """Each look may make steps."""
+        return False
+
     def drain(self) -> bool:
         """Make some steps, and hand over the answers."""
         if self._away:

@@ -124,6 +124,10 @@ def test_a_call_in_a_signal_handler_inside_another_call(attach: Attach) -> None:
     """The lock is held by the very call that was interrupted: an error, and no deadlock."""
     attach(arena="2MiB")
     session = connection.current().session
-    with session._monitor.section(), pytest.raises(disco_client.UsageError, match="signal handler"):
-        disco_client.stats()
+
+    def inside() -> None:
+        with pytest.raises(disco_client.UsageError, match="signal handler"):
+            disco_client.stats()
+
+    session._monitor.change(inside)
     assert disco_client.stats().live_blobs == 0

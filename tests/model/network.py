@@ -6,6 +6,7 @@ the sender has not handed to it yet goes to whoever listens on the address next,
 identity. Nobody is told of any of it, except by :meth:`Dealer.get_monitor_socket`.
 """
 
+import contextlib
 import itertools
 import os
 import random
@@ -59,7 +60,7 @@ class Network:
             if connection.to_router:
                 found.append(lambda c=connection: self._arrive(c))
             if connection.to_dealer:
-                found.append(lambda c=connection: c.dealer.received.append(c.to_dealer.popleft()))
+                found.append(lambda c=connection: c.dealer.deliver(c.to_dealer.popleft()))
         found += [lambda answer=answer: self._arrive_late(answer) for answer in self.late[:1]]
         return found
 
@@ -74,7 +75,7 @@ class Network:
         kept = self._chance.randint(0, len(answers))
         self.late += [(connection.dealer, answer) for answer in answers[:kept]]
         connection.dealer.connection = None
-        connection.dealer.severed = True
+        connection.dealer.sever()
 
     def forget(self, dealer: "Dealer") -> None:
         """The DEALER is closed: what it had queued is lost."""
@@ -101,7 +102,7 @@ class Network:
 
     def _arrive_late(self, answer: "tuple[Dealer, bytes]") -> None:
         self.late.remove(answer)
-        answer[0].received.append(answer[1])
+        answer[0].deliver(answer[1])
 
 
 class Router:
@@ -156,22 +157,26 @@ class Router:
 
 
 class Monitor:
-    """The events of one DEALER: whether it has lost its connection."""
+    """The events of one DEALER: whether it has lost its connection. ``FD`` tells of changes."""
 
     def __init__(self, dealer: "Dealer") -> None:
         self._dealer = dealer
-        self.FD = -1
+        self.FD = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def getsockopt(self, option: int) -> int:
         """EVENTS."""
+        _eat_edge(self.FD)
         return zmq.POLLIN if self._dealer.severed else 0
 
     def close(self, linger: int | None = None) -> None:
-        """Nothing is open."""
+        """Idempotent."""
+        if self.FD >= 0:
+            os.close(self.FD)
+            self.FD = -1
 
 
 class Dealer:
-    """In place of a zmq socket of the client's."""
+    """In place of a zmq socket of the client's. ``FD`` tells of changes: any call eats the edge."""
 
     def __init__(self, network: Network) -> None:
         self.identity = b""
@@ -179,7 +184,8 @@ class Dealer:
         self.received: deque[bytes] = deque()
         self.connection: Connection | None = None
         self.severed = False
-        self.FD = -1
+        self.FD = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._monitor = Monitor(self)
         self._network = network
 
     def set(self, option: int, value: Any) -> None:
@@ -193,17 +199,30 @@ class Dealer:
 
     def get_monitor_socket(self, events: int) -> Monitor:
         """Its events."""
-        return Monitor(self)
+        return self._monitor
 
     def disable_monitor(self) -> None:
-        """Nothing is open."""
+        """Nothing is told any more."""
+
+    def deliver(self, body: bytes) -> None:
+        """A message arrives."""
+        self.received.append(body)
+        os.eventfd_write(self.FD, 1)
+
+    def sever(self) -> None:
+        """The connection has ended."""
+        self.severed = True
+        if self._monitor.FD >= 0:
+            os.eventfd_write(self._monitor.FD, 1)
 
     def send(self, body: bytes, flags: int) -> None:
         """Never waits."""
+        _eat_edge(self.FD)
         self.unsent.append(body)
 
     def getsockopt(self, option: int) -> int:
         """EVENTS."""
+        _eat_edge(self.FD)
         return zmq.POLLIN if self.received else 0
 
     def recv(self, flags: int) -> bytes:
@@ -212,8 +231,17 @@ class Dealer:
 
     def close(self, linger: int | None = None) -> None:
         """Idempotent."""
+        self._monitor.close()
         if self in self._network.dealers:
             self._network.forget(self)
+        if self.FD >= 0:
+            os.close(self.FD)
+            self.FD = -1
+
+
+def _eat_edge(fd: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        os.eventfd_read(fd)
 
 
 class Context:

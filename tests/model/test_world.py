@@ -16,7 +16,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from disco_client.errors import ArenaFull
-from tests.model.world import Crashed, Trainer, World
+from tests.model.trainer import Crashed, Trainer
+from tests.model.world import World
 
 RUNS = int(os.environ.get("DISCOD_MODEL_RUNS", "30"))
 FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None

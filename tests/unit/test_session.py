@@ -23,6 +23,7 @@ class SilentLink:
 
     files = 1
     patience = 30.0
+    stirred = False
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
@@ -37,6 +38,9 @@ class SilentLink:
         return True
 
     def withdraw(self, name: object) -> bool:
+        return True
+
+    def quiet(self) -> bool:
         return True
 
     def drain(self) -> bool:
