@@ -20,7 +20,7 @@ from tests.benchmarks.offloader import FULL, IDLE, PACED, WAKE, WORK, Seen, Sett
 from tests.benchmarks.service import service
 from tests.benchmarks.spread import show, spread
 from tests.benchmarks.systems import AXOLOTL
-from tests.benchmarks.workers import Worker, answers
+from tests.benchmarks.workers import DAEMON_OPTIONS, Worker, answers
 
 DISCOD = "discod"
 SYSTEMS = (AXOLOTL, DISCOD)
@@ -135,7 +135,7 @@ def measure(plan: Plan, directory: Path, progress: Progress = lambda text: None)
                 tempfile.TemporaryDirectory(prefix="discod-bench-", dir=directory)
             )
         )
-        sockets = cleanup.enter_context(service(folder)).socket_dir
+        sockets = cleanup.enter_context(service(folder, *DAEMON_OPTIONS)).socket_dir
         workers = {}
         for number, system in enumerate(plan.systems):
             files = folder / f"files{number}"

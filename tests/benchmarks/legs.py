@@ -21,6 +21,7 @@ from tests.benchmarks.jobs import Job, MemorySample
 from tests.benchmarks.service import service
 from tests.benchmarks.systems import AXOLOTL, REFERENCE, WITH_ARENA
 from tests.benchmarks.trainer import StepReport
+from tests.benchmarks.workers import DAEMON_OPTIONS
 from tests.benchmarks.workloads import Workload
 from tests.helpers.daemon import Daemon
 
@@ -75,7 +76,7 @@ class Bench:
                     tempfile.TemporaryDirectory(prefix="discod-bench-", dir=self._directory)
                 )
             )
-            self.daemon = cleanup.enter_context(service(self._folder))
+            self.daemon = cleanup.enter_context(service(self._folder, *DAEMON_OPTIONS))
             self._cleanup = cleanup.pop_all()
         return self
 

@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[2]
 END_SECONDS = 15.0
 LOOK_SECONDS = 0.01
 CHECK_SECONDS = 1.0
+DAEMON_OPTIONS = ("--exit-idle", "600")
+"""For the daemon that workers attach to: a benchmark that is killed leaves none behind for long."""
 
 
 class WorkerFailed(Exception):

@@ -132,9 +132,9 @@ def test_a_session_says_it_once_for_the_process(
 def test_what_a_device_makes_a_save_wait_for_is_not_the_disk() -> None:
     """A GPU that is slow to copy would be taken for a slow disk."""
     waits = Waits()
-    with waits.saving() as wait:
+    for for_device in (True, False):
+        wait = waits.begin()
         wait.begin()
-        wait.for_device = True
-    with waits.saving() as wait:
-        wait.begin()
+        wait.for_device = for_device
+        waits.end_save(wait)
     assert 0 < waits.device_seconds < waits.save_seconds

@@ -11,14 +11,16 @@ import pytest
 from discod import tenant as tenant_module
 from discod.budget import Budget
 from discod.checksum import Mode
+from discod.config import WriteRate
 from discod.engine import Engine
 from discod.gpus import Gpus
 from discod.io import Io
-from discod.loop import Loop
+from discod.loop import Loop, Timer
 from discod.mapping import Mapping
 from discod.scratch_file import ScratchFile
 from discod.tenant import File, Tenant, Who
-from discod.wire.messages import Done, Failed, Ping, Reply, Write
+from discod.wire.messages import Cancel, Done, Failed, Failure, Ping, Reply, Write
+from discod.writes import Writes
 from tests.helpers.daemon import eventually
 from tests.helpers.raw_client import make_arena
 
@@ -110,6 +112,56 @@ def test_close_waits_for_what_is_in_flight(held: Held) -> None:
     assert closed.wait(10)
     assert held.begun == 1, "what was queued has been written for a client that is gone"
     assert held.answers == [], "answers went to a client that is gone"
+
+
+def test_what_was_cancelled_before_it_began_wears_no_disk(held: Held) -> None:
+    """Writes that were never made would use the budget up."""
+    for seq in range(2):
+        held.write(seq)
+    eventually(lambda: held.begun == 1)
+    held.tenant.handle(Cancel(9, EPOCH, target=1))
+    assert [(reply.seq, type(reply)) for reply in held.answers] == [(1, Failed), (9, Done)]
+    held.let_go()
+    eventually(lambda: len(held.answers) == 3)
+    assert held.tenant._writes.status()["written_bytes"] == PAGE
+
+
+def test_a_write_that_the_budget_holds(held: Held) -> None:
+    """It would be lost, answered twice, or written for a client that has cancelled it or gone."""
+    now = 0.0
+    timers = []
+
+    def call_later(seconds: float, callback: Callable[[], None]) -> Timer:
+        timers.append(Timer(callback))
+        return timers[-1]
+
+    held.let_go()
+    held.tenant._writes = Writes(WriteRate(2 * PAGE, 3600.0), call_later, clock=lambda: now)
+    held.write(0)
+    held.write(1)
+    eventually(lambda: len(held.answers) == 2)
+    held.write(2)
+    assert isinstance(held.answers[2], Failed)
+    assert held.answers[2].kind == Failure.OVER_BUDGET
+    now = 3599.0
+    for seq in (3, 3, 4):
+        held.write(seq)
+    assert held.tenant.in_flight == 2
+    assert [reply.seq for reply in held.answers[3:]] == [3], "the same number twice"
+    held.tenant.handle(Cancel(9, EPOCH, target=3))
+    assert [reply.seq for reply in held.answers[4:]] == [3, 9]
+    now = 3700.0
+    assert timers[-1].callback is not None
+    timers[-1].callback()
+    held.write(5)
+    eventually(lambda: len(held.answers) == 8)
+    assert {(reply.seq, type(reply)) for reply in held.answers[6:]} == {(4, Done), (5, Done)}
+    now = 7299.0
+    held.write(6)
+    assert held.tenant.in_flight == 1
+    held.tenant.close(lambda: None)
+    assert held.tenant.in_flight == 0
+    assert held.begun == 4
 
 
 def test_pages_of_the_mapping(tmp_path: Path) -> None:
