@@ -54,7 +54,11 @@ class Job:
         """The trainer is not ready yet."""
         daemon = bench.start_daemon()
         connect = bench.pick(CONNECT, QUICK_CONNECT) | {"socket_dir": str(daemon.socket_dir)}
-        rank = Rank(settings | {"form": "checkpoint", "connect": connect | transport}, PROGRAM)
+        rank = Rank(
+            settings | {"form": "checkpoint", "connect": connect | transport},
+            PROGRAM,
+            fresh=bench.on_gpu,
+        )
         return cls(bench, rank, [daemon])
 
     @property

@@ -102,6 +102,7 @@ def _one_of_several(bench: Bench) -> Iterator[Row]:
     rank = Rank(
         settings | {"form": "checkpoint", "connect": connect},
         PROGRAM,
+        fresh=True,
         CUDA_VISIBLE_DEVICES=last,
     )
     try:

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.bench import Row, left_out
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers import nursery
 
 LIMITS_SECONDS = {
     "equality": 70,
@@ -38,7 +36,7 @@ GPU_ONLY = {"pinning", "graphs"}
 DETERMINISTIC = {"equality", "pinning", "faults", "graphs"}
 """Run with cuBLAS workspaces of a fixed size, without which it may add in any order."""
 
-COMMAND = (sys.executable, "-m", "tests.gpu.part")
+COMMAND = ("-m", "tests.gpu.part")
 """And a part's name and settings."""
 
 GROUP_SECONDS = 2.0
@@ -195,19 +193,19 @@ class _Process:
             "out": str(plan.out),
         }
         self._command = [*COMMAND, part, json.dumps(settings)]
-        self._process: subprocess.Popen[str] | None = None
+        # Only the CPU is for processes that were forked from one with torch in it.
+        self._start = nursery.start if plan.device == "cpu" else nursery.start_fresh
+        self._process: nursery.Process | nursery.Fresh | None = None
         self._timer = threading.Timer(limit, self._time_out)
 
     def start(self) -> None:
         """Start it."""
-        self._process = subprocess.Popen(
-            self._command,
-            cwd=ROOT,
+        self._process = self._start(
+            *self._command,
             env=os.environ | self._environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            text=True,
             start_new_session=True,
         )
 

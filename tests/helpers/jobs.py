@@ -3,32 +3,42 @@
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import IO, Any
+
+from tests.helpers import nursery
 
 ROOT = Path(__file__).parents[2]
 
 
 class Rank:
-    """One running rank: a process of ``tests.helpers.rank``, or of another program like it."""
+    """One running rank: a process of ``tests.helpers.rank``, or of another program like it.
+
+    Args:
+        settings: The program's.
+        program: Its module.
+        stderr: Where it writes errors.
+        fresh: Whether it is to be a new interpreter: no GPU is for processes of the nursery.
+        environment: More environment.
+    """
 
     def __init__(
         self,
         settings: dict[str, Any],
         program: str = "tests.helpers.rank",
         stderr: IO[str] | None = None,
+        fresh: bool = False,
         **environment: str,
     ) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", program, json.dumps(settings)],
-            cwd=ROOT,
-            env=os.environ | environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
+        streams: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": stderr,
+        }
+        start = nursery.start_fresh if fresh else nursery.start
+        self.process = start(
+            *("-m", program, json.dumps(settings)), env=os.environ | environment, **streams
         )
 
     @property
@@ -59,11 +69,7 @@ class Rank:
 
     def kill(self) -> None:
         """SIGKILL and reap it."""
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None and not pipe.closed:
-                pipe.close()
+        self.process.close()
 
 
 def run_job(

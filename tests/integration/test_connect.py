@@ -18,6 +18,7 @@ import torch
 
 import disco_client
 from disco_client import connection, launch
+from tests.helpers import nursery
 from tests.helpers.raw_client import RawClient
 
 Attach = Callable[..., None]
@@ -141,11 +142,10 @@ def test_ranks_start_one_daemon_between_them(short_dir: Path, tmp_path: Path) ->
     """With scratch= and no daemon, one is started for the node; it ends after its last client."""
     code = SAVE_AND_LOAD.format(socket_dir=str(short_dir), scratch=str(tmp_path))
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
+        nursery.start(
+            *("-c", code),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             env=os.environ | {"LOCAL_RANK": str(rank)},
         )
         for rank in range(3)

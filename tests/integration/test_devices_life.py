@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import disco_client
 from disco_client import connection
 from disco_client.residency import Group
 from disco_client.stored import StoredTensor
+from tests.helpers import nursery
 from tests.helpers.daemon import Daemon, eventually
 from tests.helpers.simulated_attachment import attach_simulated
 from tests.helpers.simulated_gpu import MODES, SimulatedGpu
@@ -136,10 +136,12 @@ import atexit
 atexit.register(lambda: print(gpu.machine.violations))
 {ending}
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+    process = nursery.start("-c", script, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.communicate(timeout=50) == ("[]\n", "")
+        assert process.returncode == 0
+    finally:
+        process.close()
 
 
 @pytest.mark.parametrize("seed", range(12))

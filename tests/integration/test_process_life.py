@@ -17,6 +17,7 @@ import torch
 
 import disco_client
 from discod.wire import PROTOCOL_VERSION
+from tests.helpers import nursery
 from tests.helpers.daemon import Daemon, eventually
 from tests.helpers.jobs import ROOT
 
@@ -156,8 +157,10 @@ class TestLogs:
 
 
 SMALL = """
-import gc, os, random, sys
+import os, random, resource, sys
 import torch, disco_client
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 saves, live = int(sys.argv[2]), int(sys.argv[3])
 disco_client.connect(sys.argv[1], arena=sys.argv[4], min_bytes=1)
 manager = disco_client.DiskOffloadManager()
@@ -201,39 +204,39 @@ class TestLimits:
         fds = len(os.listdir(f"/proc/{daemon.pid}/fd"))
         saves, live = (200_000, 20_000) if long else (1_500, 700)
         settings = [str(daemon.socket_dir), str(saves), str(live), "32MiB" if long else "2MiB"]
-        command = [sys.executable, "-c", SMALL, *settings]
-        done = subprocess.run(
-            [*limits, *command], cwd=ROOT, capture_output=True, text=True, timeout=3600
-        )
-        assert done.returncode == 0, done.stderr
-        assert int(done.stdout.split()[0]) == saves
-        assert done.stderr == ""
+        command = ["-c", SMALL, *settings]
+        process = nursery.start(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        try:
+            out, err = process.communicate(timeout=3600)
+        finally:
+            process.close()
+        assert process.returncode == 0, err
+        assert int(out.split()[0]) == saves
+        assert err == ""
         eventually(lambda: not daemon.status()["clients"])
         eventually(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) <= fds + 1)
 
     def test_no_room_for_the_arenas_memory(self, daemon: Daemon) -> None:
         """A limit on files' sizes, which memfds are too, would be a signal instead of an error."""
         program = (
-            "import sys, disco_client\n"
+            "import resource, sys, disco_client\n"
+            f"resource.setrlimit(resource.RLIMIT_FSIZE, ({8 << 20}, {8 << 20}))\n"
             "try:\n    disco_client.connect(sys.argv[1], arena='64MiB')\n"
             "except disco_client.ArenaFull as error:\n    print(error)\n"
         )
-        done = subprocess.run(
-            ["prlimit", f"--fsize={8 << 20}", sys.executable, "-c", program, daemon.socket_dir],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, (done.returncode, done.stderr)
-        assert "64.0 MiB" in done.stdout
-        assert "RLIMIT_FSIZE" in done.stdout
+        process = nursery.start("-c", program, daemon.socket_dir, stdout=subprocess.PIPE)
+        try:
+            out, _ = process.communicate(timeout=60)
+        finally:
+            process.close()
+        assert process.returncode == 0
+        assert "64.0 MiB" in out
+        assert "RLIMIT_FSIZE" in out
         assert not daemon.status()["clients"]
 
 
 STEPS = """
-import signal, sys, torch, disco_client
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run by nohup
+import sys, torch, disco_client
 disco_client.connect(sys.argv[1], arena="4MiB", min_bytes="4KiB")
 layers = [torch.nn.Linear(256, 256) for _ in range(6)]
 phase = "forward"
@@ -255,18 +258,18 @@ while True:
 def test_ctrl_c(shared_daemon: Daemon, where: str) -> None:
     """It would hang, or leave something behind that keeps the next run from starting."""
     for _ in range(1 if where == "forward" else 2):  # and again at once
-        trainer = subprocess.Popen(
-            [sys.executable, "-c", STEPS, str(shared_daemon.socket_dir), where],
-            cwd=ROOT,
+        trainer = nursery.start(
+            *("-c", STEPS, shared_daemon.socket_dir, where),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
         )
-        assert trainer.stdout is not None
-        assert trainer.stdout.readline() == "ready\n"
-        began = time.monotonic()
-        trainer.send_signal(signal.SIGINT)
-        _, err = trainer.communicate(timeout=20)  # 0.5 s alone; a busy machine takes some more
+        try:
+            assert trainer.stdout.readline() == "ready\n"
+            began = time.monotonic()
+            trainer.send_signal(signal.SIGINT)
+            _, err = trainer.communicate(timeout=20)  # 0.5 s alone; a busy machine takes some more
+        finally:
+            trainer.close()
         print(f"the exit took {time.monotonic() - began:.2f} s")
         # Where it came in the middle of a change, a call in between may have said so first.
         assert trainer.returncode in (-signal.SIGINT, 1), err
@@ -310,15 +313,13 @@ def test_exit_while_the_daemon_is_dead(daemon: Daemon) -> None:
         "manager.cleanup()\n"
         "print('ready', flush=True)\n"
     )
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", program, str(daemon.socket_dir), str(daemon.pid)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
+    trainer = nursery.start(
+        "-c", program, daemon.socket_dir, str(daemon.pid), stdout=subprocess.PIPE
     )
-    assert trainer.stdout is not None
-    assert trainer.stdout.readline() == "ready\n"
-    began = time.monotonic()
-    assert trainer.wait(20) == 0, "it hangs"  # 0.3 s alone; a busy machine takes some seconds
-    print(f"the exit took {time.monotonic() - began:.2f} s")
-    trainer.stdout.close()
+    try:
+        assert trainer.stdout.readline() == "ready\n"
+        began = time.monotonic()
+        assert trainer.wait(20) == 0, "it hangs"  # 0.3 s alone; a busy machine takes some seconds
+        print(f"the exit took {time.monotonic() - began:.2f} s")
+    finally:
+        trainer.close()

@@ -3,9 +3,9 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
+from tests.helpers import nursery
 from tests.helpers.daemon import Daemon
 
 README = Path(__file__).parents[2] / "README.md"
@@ -17,16 +17,18 @@ def test_readme_snippet_trains(daemon: Daemon, tmp_path: Path) -> None:
     (snippet,) = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     (arena,) = re.findall(r"^DISCOD_ARENA=(\w+) python train\.py$", readme, re.MULTILINE)
     (tmp_path / "train.py").write_text(snippet)
-    result = subprocess.run(
-        [sys.executable, "train.py"],
+    process = nursery.start(
+        "train.py",
         cwd=tmp_path,
         env=os.environ | {"DISCOD_SOCKET_DIR": str(daemon.socket_dir), "DISCOD_ARENA": arena},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
-    assert result.returncode == 0, result.stderr
+    try:
+        out, err = process.communicate(timeout=100)
+    finally:
+        process.close()
+    assert process.returncode == 0, err
     (shown,) = re.findall(r"^    (Counters\(.*), \.\.\.\)$", readme, re.MULTILINE)
-    assert result.stdout.startswith(shown)
+    assert out.startswith(shown)
     assert f"saved_bytes={8 * 4096 * 1024 * 4}" in shown

@@ -7,7 +7,6 @@ import math
 import os
 import random
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -17,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import nursery
 from tests.helpers.daemon import Daemon, eventually
 from tests.soak.procfs import Sample, sample
 
-ROOT = Path(__file__).parents[2]
 LASTING = 2
 SAMPLE_SECONDS = 1.0
 VISIT_SECONDS = (3.0, 12.0)
@@ -78,13 +77,11 @@ class Process:
             "most_bytes": plan.most_bytes,
         }
         with log.open("ab") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.soak.program", json.dumps(settings)],
-                cwd=ROOT,
+            self._process = nursery.start(
+                *("-m", "tests.soak.program", json.dumps(settings)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                text=True,
                 env=os.environ | {"PYTHONWARNINGS": "ignore"},
             )
         self.pid = self._process.pid

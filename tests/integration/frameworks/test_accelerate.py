@@ -6,8 +6,6 @@ import io
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +25,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 import disco_client
 from disco_client.patches import accelerate as accelerate_patch
 from disco_client.patches import torch as torch_patch
+from tests.helpers import nursery
 from tests.helpers.daemon import Daemon
-from tests.helpers.jobs import ROOT
 from tests.helpers.plain_script import LAYERS, STEPS, Model, train
 from tests.helpers.scripts import by_the_page, equal, plain_gradients, run
 
@@ -109,7 +107,7 @@ def test_under_accelerate_launch(shared_daemon: Daemon, tmp_path: Path) -> None:
 
 def test_two_fsdp2_ranks_by_the_page(shared_daemon: Daemon, tmp_path: Path) -> None:
     """Else the page's block would not offload under FSDP2, or train other weights."""
-    command = [sys.executable, "-m", "tests.helpers.accelerate_rank", str(tmp_path)]
+    command = ["-m", "tests.helpers.accelerate_rank", str(tmp_path)]
     environment = {
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
@@ -120,9 +118,8 @@ def test_two_fsdp2_ranks_by_the_page(shared_daemon: Daemon, tmp_path: Path) -> N
         "DISCOD_ARENA": "2MiB",
     }
     ranks = [
-        subprocess.Popen(
-            [*command, "frameworks/accelerate.md"],
-            cwd=ROOT,
+        nursery.start(
+            *(*command, "frameworks/accelerate.md"),
             env=os.environ | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)
@@ -131,8 +128,7 @@ def test_two_fsdp2_ranks_by_the_page(shared_daemon: Daemon, tmp_path: Path) -> N
         assert [rank.wait(100) for rank in ranks] == [0, 0]
     finally:
         for process in ranks:
-            process.kill()
-            process.wait()
+            process.close()
     for rank in range(2):
         assert json.loads((tmp_path / f"report{rank}").read_text()) == {
             "equal": True,
