@@ -18,6 +18,8 @@ from discod.config import (
     DISK_SHARE,
     FIRST_CLIENT_SECONDS,
     RAM_SHARE,
+    WriteRate,
+    parse_write_rate,
 )
 from discod.exits import Exit
 from discod.logs import LEVELS
@@ -28,6 +30,15 @@ from discod.wire.sizes import parse_size
 def _size(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
     try:
         return None if value is None else parse_size(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, option) from error
+
+
+def _write_rate(
+    context: click.Context, option: click.Parameter, value: str | None
+) -> WriteRate | None:
+    try:
+        return None if value is None else parse_write_rate(value)
     except ValueError as error:
         raise click.BadParameter(str(error), context, option) from error
 
@@ -89,6 +100,14 @@ _socket_dir = click.option(
     help=f"Most scratch space for all clients.  [default: {DISK_SHARE:.0%} of what is free]",
 )
 @click.option(
+    "--write-budget",
+    callback=_write_rate,
+    metavar="SIZE/TIME",
+    envvar="DISCOD_WRITE_BUDGET",
+    help="Most bytes that all clients together write to disk in any day or hour, as 2TB/day or "
+    "100GB/hour; what is over it stays in RAM or waits.  [default: no limit]",
+)
+@click.option(
     "--threads",
     type=int,
     default=DEFAULT_THREADS,
@@ -147,6 +166,7 @@ def main(
     socket_dir: Path | None,
     ram: int | None,
     disk: int | None,
+    write_budget: WriteRate | None,
     threads: int,
     chunk: int,
     checksum: str,
@@ -169,6 +189,7 @@ def main(
             socket_dir=socket_dir or default_socket_dir(),
             ram_bytes=ram,
             disk_bytes=disk,
+            write_budget=write_budget,
             threads=threads,
             chunk_bytes=chunk,
             checksum=Mode(checksum),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from discod.checksum import Mode
 from discod.wire import PAGE_BYTES
+from discod.wire.sizes import format_size, parse_size
 
 RAM_SHARE = 0.5
 """Of the memory available at start: the other half is the trainers' own."""
@@ -27,8 +28,45 @@ MAX_CHUNK_BYTES = 1 << 30
 """One system call transfers less than 2 GiB (read(2)); half of that stays clear of it."""
 
 
+DAY_SECONDS = 86_400.0
+_SPANS = {"hour": 3600.0, "day": DAY_SECONDS}
+
+
+LEAST_WRITE_BUDGET_BYTES = 1 << 20
+"""The size from which tensors are offloaded by default; less is a unit forgotten."""
+
+
 class BadOption(ValueError):
     """An option's value is wrong; the text says which, why, and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRate:
+    """So many bytes in any span of so many seconds."""
+
+    size_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        span = next((name for name, length in _SPANS.items() if length == self.seconds), None)
+        return f"{format_size(self.size_bytes)}/{span or f'{self.seconds:.0f} s'}"
+
+
+def parse_write_rate(text: str) -> WriteRate:
+    """What ``2TB/day`` or ``100GiB/hour`` says.
+
+    Raises:
+        ValueError: It is no such text; the error says what is wrong.
+    """
+    example = "write for example 2TB/day or 100GB/hour"
+    size, slash, span = text.partition("/")
+    seconds = _SPANS.get(span.strip().lower())
+    if not slash or seconds is None:
+        raise ValueError(f"{text!r} does not say in which time; {example}")
+    try:
+        return WriteRate(parse_size(size), seconds)
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}; {example}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +85,7 @@ class Config:
         exit_idle_seconds: Exit after so long without a client; 0: never. Before the first one,
             after ``FIRST_CLIENT_SECONDS`` at least.
         allow_gids: Groups whose members may attach too.
+        write_budget: The most that all clients together may write; None: no limit.
 
     Raises:
         BadOption: A value is out of range.
@@ -62,6 +101,7 @@ class Config:
     log_level: str = "info"
     exit_idle_seconds: float = 0.0
     allow_gids: tuple[int, ...] = ()
+    write_budget: WriteRate | None = None
 
     def __post_init__(self) -> None:
         if not self.scratch:
@@ -87,6 +127,14 @@ class Config:
         for name, size in (("--ram", self.ram_bytes), ("--disk", self.disk_bytes)):
             if size is not None and size < PAGE_BYTES:
                 raise BadOption(f"{name} {size}: it must be at least {PAGE_BYTES} bytes")
+        if (
+            self.write_budget is not None
+            and self.write_budget.size_bytes < LEAST_WRITE_BUDGET_BYTES
+        ):
+            raise BadOption(
+                f"--write-budget {self.write_budget}: it must be at least "
+                f"{format_size(LEAST_WRITE_BUDGET_BYTES)}, or no tensor would ever be written"
+            )
         if not 0 <= self.exit_idle_seconds < math.inf:
             raise BadOption(
                 f"--exit-idle {self.exit_idle_seconds}: it must be a number of seconds, 0 or more"

@@ -7,22 +7,46 @@ runs next in :mod:`discod.schedule`.
 
 import signal
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from discod.io import Io
 from discod.schedule import Entry, Priority, Schedule
 
+MOST_HELD = 256
+"""Small jobs that wait for more: as many as run together, and some milliseconds of the loop."""
+
 
 class Work(Protocol):
-    """What a job does."""
+    """What a job does.
+
+    Attributes:
+        file: Works of one kind on one file whose extents touch can run together.
+        offset: Where in ``file`` its extent begins.
+    """
+
+    @property
+    def file(self) -> Hashable: ...
+
+    @property
+    def offset(self) -> int: ...
 
     def run(self, io: Io, start: int, length: int) -> None:
         """Do one piece. Pieces of one job run in several threads at once."""
 
+    def run_with(self, io: Io, others: Sequence[Any]) -> None:
+        """Do all of it and of ``others``, in one piece. When it fails any part may be done."""
+
     def complete(self) -> bytes:
         """After all pieces have succeeded, in the thread that ran the last: the job's result."""
+
+
+class Post(Protocol):
+    """Hands callbacks to the event loop, from any thread."""
+
+    def __call__(self, *callbacks: Callable[[], None]) -> None: ...
 
 
 class Cancelled(Exception):
@@ -54,7 +78,7 @@ class Job(Entry):
         work: Work,
         done: Callable[["Job"], None],
     ) -> None:
-        super().__init__(owner, priority, size_bytes)
+        super().__init__(owner, priority, size_bytes, work.file, work.offset)
         self.work = work
         self.done = done
         self.error: BaseException | None = None
@@ -64,10 +88,12 @@ class Job(Entry):
 class Engine:
     """A pool of threads, which block while there is nothing to do.
 
+    Its methods are for one thread, the event loop's.
+
     Args:
         threads: At least 2, so that writes leave one to reads.
         chunk_bytes: Most bytes of one piece.
-        post: Hands a callback to the event loop, from any thread.
+        post: Hands callbacks to the event loop, from any thread.
         io: The system calls.
         name: For the threads' names.
     """
@@ -76,15 +102,23 @@ class Engine:
         self,
         threads: int,
         chunk_bytes: int,
-        post: Callable[[Callable[[], None]], None],
+        post: Post,
         io: Io | None = None,
         name: str = "io",
     ) -> None:
         self._schedule: Schedule[Job] = Schedule(threads, chunk_bytes)
         self._post = post
         self._io = io or Io()
-        self._wake = threading.Condition()
+        self._lock = threading.Lock()
+        self._idle: list[threading.Lock] = []
+        """What the threads that have nothing to do wait for; the last one is woken first."""
         self._stopping = False
+        self._holding = False
+        self._to_retry: set[Job] = set()
+        """Of jobs that failed together, those whose own turn has not come."""
+        self._held: list[Job] = []
+        self._held_bytes = 0
+        self._chunk_bytes = chunk_bytes
         self._threads = [
             threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True)
             for i in range(threads)
@@ -92,53 +126,121 @@ class Engine:
         for thread in self._threads:
             thread.start()
 
+    def hold(self) -> None:
+        """Until :meth:`let_go`, have small jobs wait for more, but for urgent reads.
+
+        So that a thread wakes up once for all that are one piece.
+        """
+        self._holding = True
+
+    def let_go(self) -> None:
+        """End :meth:`hold`."""
+        self._holding = False
+        if self._held:
+            self._flush()
+
     def submit(self, job: Job) -> None:
         """Queue ``job``; its ``done`` is called exactly once."""
-        with self._wake:
-            self._schedule.push(job)
-            self._wake.notify()
+        self._held.append(job)
+        self._held_bytes += job.size_bytes
+        full = self._held_bytes >= self._chunk_bytes or len(self._held) >= MOST_HELD
+        if full or not self._holding or job.priority is Priority.URGENT:
+            self._flush()
 
     def cancel(self, job: Job) -> bool:
         """Cancel ``job`` unless a piece of it has begun. True when it is cancelled."""
-        with self._wake:
+        with self._queue():
             cancelled = self._schedule.cancel(job)
         if cancelled:
-            self._end(job, Cancelled())
+            self._end([job], Cancelled())
         return cancelled
 
     def promote(self, job: Job) -> None:
         """Make a prefetch read urgent."""
-        with self._wake:
+        with self._queue():
             self._schedule.promote(job)
 
     def drop_owner(self, owner: Hashable) -> None:
         """Cancel all of ``owner``, also jobs that have begun: only pieces that run run on."""
-        with self._wake:
+        with self._queue():
             dropped = self._schedule.drop_owner(owner)
             for job in dropped:
                 job.error = job.error or Cancelled()
+            for job in self._to_retry:
+                if job.owner == owner:
+                    job.error = job.error or Cancelled()
             ended = [job for job in dropped if job.running == 0]
-        for job in ended:
-            self._end(job, Cancelled())
+        self._end(ended)
 
     def stop(self) -> None:
         """End the threads, once what they run has ended. Nothing may be queued any more."""
-        with self._wake:
+        with self._lock:
             self._stopping = True
-            self._wake.notify_all()
+            idle, self._idle = self._idle, []
+        for bell in idle:
+            bell.release()
         for thread in self._threads:
             thread.join()
 
-    def _end(self, job: Job, error: BaseException | None) -> None:
-        job.error = job.error or error
-        self._post(partial(job.done, job))
+    def _flush(self) -> None:
+        with self._queue():
+            pass
+
+    @contextmanager
+    def _queue(self) -> Iterator[None]:
+        """Queue what is held and keep the lock until the end; then have a thread come for it."""
+        held, self._held, self._held_bytes = self._held, [], 0
+        with self._lock:
+            for job in held:
+                self._schedule.push(job)
+            yield
+            bell = self._bell()
+        if bell is not None:
+            bell.release()
+
+    def _bell(self) -> "threading.Lock | None":
+        """What to release so that a thread comes for what can run; the caller has the lock."""
+        return self._idle.pop() if self._idle and self._schedule.ready else None
+
+    def _end(self, jobs: Sequence[Job], error: BaseException | None = None) -> None:
+        if error is not None:
+            for job in jobs:
+                job.error = job.error or error
+        if jobs:
+            self._post(*[partial(job.done, job) for job in jobs])
 
     def _serve(self) -> None:
         # Signals belong to the main thread; here one would only cut a system call short.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        while (piece := self._next()) is not None:
-            self._run(*piece)
-            del piece  # an idle thread must not keep the job, its client and its buffer alive
+        bell = threading.Lock()
+        bell.acquire()
+        while (piece := self._next(bell)) is not None:
+            job, start, length, joined = piece
+            if joined:
+                self._run_joined([job, *joined])
+            else:
+                self._run(job, start, length)
+            # An idle thread must not keep the job, its client and its buffer alive.
+            del piece, job, joined
+
+    def _next(self, bell: threading.Lock) -> tuple[Job, int, int, list[Job]] | None:
+        while True:
+            with self._lock:
+                piece = self._schedule.pop()
+                if piece is not None:
+                    job, start, length = piece
+                    joined = self._schedule.join(job) if length == job.size_bytes else []
+                    other = self._bell()
+                elif self._stopping:
+                    return None
+                else:
+                    self._idle.append(bell)
+            if piece is None:
+                bell.acquire()
+                continue
+            if other is not None:
+                other.release()
+            return job, start, length, joined
 
     def _run(self, job: Job, start: int, length: int) -> None:
         error: BaseException | None = None
@@ -146,33 +248,51 @@ class Engine:
             job.work.run(self._io, start, length)
         except BaseException as failure:  # noqa: BLE001  any failure is the job's alone
             error = failure
-        if self._finish(job, error):
-            self._complete(job)
+        with self._lock:
+            ended = self._finish(job, error)
+        if ended:
+            self._complete([job])
 
-    def _next(self) -> tuple[Job, int, int] | None:
-        with self._wake:
-            while (piece := self._schedule.pop()) is None:
-                if self._stopping:
-                    return None
-                self._wake.wait()
-            if self._schedule.ready:
-                self._wake.notify()
-            return piece
+    def _run_joined(self, jobs: Sequence[Job]) -> None:
+        """Run jobs in one piece; if that fails each by itself, so that only bad ones fail."""
+        errors: dict[Job, BaseException] = {}
+        try:
+            jobs[0].work.run_with(self._io, [job.work for job in jobs[1:]])
+        except BaseException:  # noqa: BLE001  whose failure it is, is found out now
+            errors = self._run_each(jobs)
+        with self._lock:
+            for job in jobs:
+                self._finish(job, errors.get(job))
+        self._complete(jobs)
+
+    def _run_each(self, jobs: Sequence[Job]) -> dict[Job, BaseException]:
+        """Run whole jobs one by one, except for those of an owner that is dropped meanwhile."""
+        errors: dict[Job, BaseException] = {}
+        with self._lock:
+            self._to_retry.update(jobs)
+        for job in jobs:
+            with self._lock:
+                self._to_retry.discard(job)
+            if job.error is None:
+                try:
+                    job.work.run(self._io, 0, job.size_bytes)
+                except BaseException as failure:  # noqa: BLE001  any failure is the job's alone
+                    errors[job] = failure
+        return errors
 
     def _finish(self, job: Job, error: BaseException | None) -> bool:
-        """Account for a piece that ended; True when the job ended with it."""
-        with self._wake:
-            last = self._schedule.finish(job)
-            if error is not None:
-                job.error = job.error or error
-                last = self._schedule.drop(job)
-            return last
+        """Account for a piece that ended; True when the job ended with it. Needs the lock."""
+        last = self._schedule.finish(job)
+        if error is not None:
+            job.error = job.error or error
+            last = self._schedule.drop(job)
+        return last
 
-    def _complete(self, job: Job) -> None:
-        error: BaseException | None = None
-        if job.error is None:
-            try:
-                job.result = job.work.complete()
-            except BaseException as failure:  # noqa: BLE001  any failure is the job's alone
-                error = failure
-        self._end(job, error)
+    def _complete(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            if job.error is None:
+                try:
+                    job.result = job.work.complete()
+                except BaseException as failure:  # noqa: BLE001  any failure is the job's alone
+                    job.error = failure
+        self._end(jobs)

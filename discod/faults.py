@@ -209,9 +209,14 @@ def _rule(line: str, words: Sequence[str]) -> _Rule:
 
 
 def _part(buffers: Sequence[memoryview], most: float) -> Sequence[memoryview]:
-    data = buffers[0]
-    part = int(len(data) * most) // PAGE_BYTES * PAGE_BYTES
-    return [data[:part]] if part else buffers
+    """The first ``most`` of what is in ``buffers``, in whole pages, but one page at least."""
+    size = sum(map(len, buffers))
+    left = max(int(size * most) // PAGE_BYTES * PAGE_BYTES, min(size, PAGE_BYTES))
+    part = []
+    for buffer in buffers:
+        part.append(buffer[:left])
+        left -= len(part[-1])
+    return [buffer for buffer in part if buffer]
 
 
 def _path_of(fd: int) -> str:

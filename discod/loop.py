@@ -36,9 +36,11 @@ class Loop:
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._posted: deque[Callback] = deque()
+        self._asleep = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopped = False
-        self.add_reader(self._wake_fd, self._woken)
+        # By its edge: what wakes the loop is the write, and nobody need read it.
+        self._epoll.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
 
     def add_reader(self, fd: int, callback: Callback) -> None:
         """Call ``callback`` whenever ``fd`` is readable or closed by its peer."""
@@ -56,10 +58,12 @@ class Loop:
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), timer))
         return timer
 
-    def post(self, callback: Callback) -> None:
-        """Have the loop call ``callback`` soon. From any thread."""
-        self._posted.append(callback)
-        os.eventfd_write(self._wake_fd, 1)
+    def post(self, *callbacks: Callback) -> None:
+        """Have the loop call ``callbacks`` soon, in this order. From any thread."""
+        self._posted.extend(callbacks)
+        if self._asleep:
+            self._asleep = False  # whoever posts next need not wake it as well
+            os.eventfd_write(self._wake_fd, 1)
 
     def stop(self) -> None:
         """Make :meth:`run` return after the present round."""
@@ -76,11 +80,13 @@ class Loop:
             busy = more()
             if self._stopped:
                 return
-            ready = self._epoll.poll(0 if busy else self._sleep_seconds())
+            ready = self._epoll.poll(0) if busy else self._sleep()
             # An fd may be closed, and its number be another's, before its turn comes.
             for fd, callback in [(fd, self._readers.get(fd)) for fd, _ in ready]:
                 if callback is not None and self._readers.get(fd) is callback:
                     callback()
+            for _ in range(min(len(self._posted), POSTED_PER_ROUND)):
+                self._posted.popleft()()
             self._run_timers()
 
     def close(self) -> None:
@@ -88,12 +94,17 @@ class Loop:
         self._epoll.close()
         os.close(self._wake_fd)
 
-    def _woken(self) -> None:
-        os.eventfd_read(self._wake_fd)
-        for _ in range(min(len(self._posted), POSTED_PER_ROUND)):
-            self._posted.popleft()()
-        if self._posted:
-            os.eventfd_write(self._wake_fd, 1)
+    def _sleep(self) -> list[tuple[int, int]]:
+        """Until an fd is ready, a timer is due, or a callback is there.
+
+        Why no callback is overslept: a thread adds it and then looks at ``_asleep``; the loop sets
+        ``_asleep`` and then looks for callbacks. So at least one of them sees the other.
+        """
+        self._asleep = True
+        try:
+            return self._epoll.poll(0 if self._posted else self._sleep_seconds())
+        finally:
+            self._asleep = False
 
     def _sleep_seconds(self) -> float | None:
         while self._timers and self._timers[0][2].callback is None:

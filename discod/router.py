@@ -116,10 +116,14 @@ class Router:
 
         A message that is not of two parts is handed over with an empty body.
         """
-        for _ in range(most):
-            if not int(self._socket.get(_EVENTS)) & _READABLE:
+        for number in range(most):
+            try:
+                # Asking costs 4 us each time, the exception at the end of a burst 8 us once.
+                if number < 2 and not int(self._socket.get(_EVENTS)) & _READABLE:
+                    return False
+                identity = self._socket.recv(_NO_WAIT)
+            except zmq.Again:
                 return False
-            identity = self._socket.recv(_NO_WAIT)
             self._part = part = self._socket.recv(_NO_WAIT, copy=False)
             body = part.bytes
             while part.more:

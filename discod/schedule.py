@@ -5,13 +5,17 @@ turns by bytes (deficit round robin, in its surplus form: an owner may finish th
 overdraws it, and waits until its debt is paid); an owner's own jobs run first in, first out.
 Writes never occupy all threads, so that a read that comes finds one at once.
 
-A job runs in pieces of at most one chunk, several at a time. :mod:`discod.engine` runs them.
+A job runs in pieces of at most one chunk, several at a time. Small jobs of one owner whose extents
+lie side by side can run as one piece. :mod:`discod.engine` runs them.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable
 from enum import IntEnum
 from typing import Generic, TypeVar
+
+MOST_JOINED = 255
+"""Jobs that join another; far below what one system call takes (IOV_MAX, 1,024)."""
 
 
 class Priority(IntEnum):
@@ -23,18 +27,39 @@ class Priority(IntEnum):
 
 
 class Entry:
-    """A job as the schedule sees it: whose it is, how urgent, and how far it has come."""
+    """A job as the schedule sees it: whose it is, how urgent, and how far it has come.
 
-    __slots__ = ("owner", "priority", "running", "size_bytes", "taken_bytes")
+    Args:
+        owner: Whom fairness is between.
+        priority: Its class.
+        size_bytes: Its size.
+        file: What it reads or writes, where it may run together with its neighbours.
+        offset: Where in ``file``.
+    """
 
-    def __init__(self, owner: Hashable, priority: Priority, size_bytes: int) -> None:
+    __slots__ = (
+        *("file", "joined", "offset", "owner"),
+        *("priority", "running", "size_bytes", "taken_bytes"),
+    )
+
+    def __init__(
+        self,
+        owner: Hashable,
+        priority: Priority,
+        size_bytes: int,
+        file: Hashable | None = None,
+        offset: int = 0,
+    ) -> None:
         if size_bytes <= 0:
             raise ValueError(f"a job of {size_bytes} bytes")
         self.owner = owner
         self.priority = priority
         self.size_bytes = size_bytes
+        self.file = file
+        self.offset = offset
         self.taken_bytes = 0
         self.running = 0
+        self.joined = False
 
 
 E = TypeVar("E", bound=Entry)
@@ -66,6 +91,10 @@ class _Class(Generic[E]):
             self._credit_bytes[self._turns[0]] += self._quantum_bytes
             self._turns.rotate(-1)
         return next(iter(self._queues[self._turns[0]]))
+
+    def next_of(self, owner: Hashable) -> E | None:
+        """The job of ``owner`` that is next among its own."""
+        return next(iter(self._queues.get(owner, ())), None)
 
     def charge(self, owner: Hashable, size_bytes: int) -> None:
         self._credit_bytes[owner] -= size_bytes
@@ -136,10 +165,44 @@ class Schedule(Generic[E]):
             self._writes_running += 1
         return entry, start, length
 
+    def join(self, entry: E) -> list[E]:
+        """Take also the jobs that can run in one piece with ``entry``, of which all was just taken.
+
+        These are the next ones of its owner and class that extend its extent, upwards or downwards,
+        up to a chunk in all. :meth:`finish` must follow for each. Urgent reads run alone:
+        somebody waits for that one.
+        """
+        if entry.file is None or entry.priority is Priority.URGENT:
+            return []
+        joined: list[E] = []
+        queues = self._classes[entry.priority]
+        start, end = entry.offset, entry.offset + entry.size_bytes
+        while (other := queues.next_of(entry.owner)) is not None and len(joined) < MOST_JOINED:
+            size = other.size_bytes
+            if (
+                other.file != entry.file
+                or other.taken_bytes
+                or end - start + size > self._chunk_bytes
+            ):
+                break
+            if other.offset == end:
+                end += size
+            elif other.offset + size == start:
+                start = other.offset
+            else:
+                break
+            queues.charge(entry.owner, size)
+            queues.remove(other)
+            other.taken_bytes = size
+            other.running = 1
+            other.joined = True
+            joined.append(other)
+        return joined
+
     def finish(self, entry: E) -> bool:
         """A piece of ``entry`` has ended. True when it was the last: nothing runs or is queued."""
         entry.running -= 1
-        if entry.priority is Priority.WRITE:
+        if entry.priority is Priority.WRITE and not entry.joined:
             self._writes_running -= 1
         return entry.running == 0 and not self._classes[entry.priority].holds(entry)
 

@@ -65,6 +65,8 @@ from discod.wire.messages import (
     Write,
 )
 from discod.wire.sizes import format_size
+from discod.write_record import WriteRecord
+from discod.writes import Writes
 
 MESSAGES_PER_ROUND = 256
 """Then the loop looks after lifelines and attaches, whatever else a client has sent."""
@@ -104,6 +106,8 @@ class Server:
         self._disk = Budget(config.disk_bytes or default_disk_bytes(free))
         self._loop = Loop()
         self._chores = Chores(self._loop.post)
+        self._record = WriteRecord(config.scratch, self._chores)
+        self._writes = self._make_writes()
         engines: dict[int, Engine] = {}
         for directory in directories:
             if directory.device not in engines:
@@ -111,6 +115,7 @@ class Server:
                 engines[directory.device] = Engine(
                     config.threads, config.chunk_bytes, self._loop.post, io, name
                 )
+        self._engines = list(engines.values())
         self._devices = [Device(d, engines[d.device]) for d in directories]
         self._outages = Outages(directories, self._loop)
         self._epoch = int.from_bytes(os.urandom(8), "big") >> 1
@@ -129,8 +134,10 @@ class Server:
             if isinstance(error, StartupError):
                 raise
             raise self._socket_dir.unusable(error) from error
-        for fd in self._router.fds:
-            self._loop.add_reader(fd, lambda: None)  # received in every round: _more()
+        self._connections_changed = True
+        messages_fd, connections_fd = self._router.fds
+        self._loop.add_reader(messages_fd, lambda: None)  # received in every round: _more()
+        self._loop.add_reader(connections_fd, self._look_at_connections)
         self._io_connections = IoConnections(self._clients_of, descriptors.most_io_connections)
         closer = Closer()
         self._clients = Clients(
@@ -187,17 +194,29 @@ class Server:
             self._router.close()
             self._socket_dir.remove_sockets()
             self._gpus.stop()
+        if self._config.write_budget is not None:
+            self._record.save_now(self._writes.entries())
         if not self._clients.in_flight:
-            for engine in {device.engine for device in self._devices}:
+            for engine in self._engines:
                 engine.stop()
         return Exit.OK
 
     def _more(self) -> bool:
-        accepted = self._io_connections.accepted
-        more = self._router.take_connections(accepted, self._io_ended, CONNECTIONS_PER_ROUND)
+        more = False
+        if self._connections_changed:
+            accepted = self._io_connections.accepted
+            more = self._router.take_connections(accepted, self._io_ended, CONNECTIONS_PER_ROUND)
+            self._connections_changed = more
         if not self._draining:
+            for engine in self._engines:
+                engine.hold()
             more |= self._router.receive(self._message, MESSAGES_PER_ROUND)
+            for engine in self._engines:
+                engine.let_go()
         return more
+
+    def _look_at_connections(self) -> None:
+        self._connections_changed = True
 
     def _message(self, identity: bytes, body: bytes) -> None:
         client = self._clients.find(identity)
@@ -246,7 +265,21 @@ class Server:
             partial(self._answer, identity),
             self._trimmer.idle,
             checksum.sample_step_bytes(self._config.chunk_bytes),
+            self._writes,
         )
+
+    def _make_writes(self) -> Writes:
+        budget = self._config.write_budget
+        if budget is None:
+            return Writes()
+        writes = Writes(budget, self._loop.call_later, self._record.save)
+        writes.restore(self._record.load())
+        _log.info(
+            "write budget %s, of which %s are used",
+            budget,
+            format_size(sum(size for _, size in writes.entries())),
+        )
+        return writes
 
     def _answer(self, identity: bytes, reply: Reply) -> None:
         if not self._router.send(identity, encode(reply)):
@@ -271,7 +304,9 @@ class Server:
     def _status(self) -> str:
         tenants = self._clients.tenants
         gpus = self._gpus.status()
-        return make_status(self._config, self._devices, self._ram, self._disk, tenants, gpus)
+        return make_status(
+            self._config, self._devices, self._ram, self._disk, self._writes, tenants, gpus
+        )
 
     def _clients_changed(self) -> None:
         self._stop_when_drained()

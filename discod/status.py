@@ -16,6 +16,7 @@ from discod.wire.codec import MAX_TEXT_CHARS
 from discod.wire.fds import receive_message, send_message
 from discod.wire.messages import Hello, Refused, StatusReply, StatusRequest, Welcome
 from discod.wire.paths import socket_paths
+from discod.writes import Writes
 
 TIMEOUT_SECONDS = 3.0
 """A daemon answers in a millisecond; a frozen one must not freeze the command."""
@@ -30,6 +31,7 @@ def make_status(
     devices: Sequence[Device],
     ram: Budget,
     disk: Budget,
+    writes: Writes,
     tenants: Iterable[Tenant],
     gpus: Sequence[Mapping[str, str | int]],
 ) -> str:
@@ -49,6 +51,7 @@ def make_status(
         "ram_used_bytes": ram.used_bytes,
         "disk_bytes": disk.limit_bytes,
         "disk_used_bytes": disk.used_bytes,
+        **writes.status(),
         "scratch": [
             {
                 "path": str(device.directory.path),
@@ -63,16 +66,16 @@ def make_status(
         ],
         "gpus": gpus,
         "clients_left_out": 0,
-        "clients": [_client(tenant) for tenant in clients],
+        "clients": [_client(tenant, writes) for tenant in clients],
     }
     while len(text := json.dumps(status)) > MAX_TEXT_CHARS:
         clients = clients[: len(clients) // 2]
         status["clients_left_out"] = len(clients)
-        status["clients"] = [_client(tenant) for tenant in clients]
+        status["clients"] = [_client(tenant, writes) for tenant in clients]
     return text
 
 
-def _client(tenant: Tenant) -> dict[str, int]:
+def _client(tenant: Tenant, writes: Writes) -> dict[str, int]:
     return {
         "pid": tenant.who.pid,
         "uid": tenant.who.uid,
@@ -80,6 +83,7 @@ def _client(tenant: Tenant) -> dict[str, int]:
         "arena_bytes": tenant.arena_bytes,
         "disk_bytes": tenant.disk_bytes,
         "written_bytes": tenant.written_bytes,
+        **writes.status_of(tenant),
         "read_bytes": tenant.read_bytes,
         "in_flight": tenant.in_flight,
     }

@@ -7,7 +7,13 @@ from rich.table import Table
 
 from discod.wire.sizes import format_size
 
-_SIZES = ("arena", "disk", "written", "read")
+_SIZES = {
+    "arena": "arena_bytes",
+    "disk": "disk_bytes",
+    "written": "written_bytes",
+    "a day": "written_bytes_per_day",
+    "read": "read_bytes",
+}
 
 _CHECKSUMS = {
     "off": "off: what the disk gives back is not verified, and a fault of it is a wrong gradient",
@@ -23,6 +29,7 @@ def show(status: dict[str, Any]) -> None:
     for name, what in (("ram", "arenas"), ("disk", "scratch")):
         used, limit = (format_size(status[f"{name}{part}_bytes"]) for part in ("_used", ""))
         console.print(f"{what}: {used} taken of {limit} (--{name})", highlight=False)
+    console.print(_writes(status), highlight=False)
     console.print(f"checksums: {_CHECKSUMS[status['checksum']]}", highlight=False)
     scratch = Table("scratch", "I/O", "used", "free", "state")
     for directory in status["scratch"]:
@@ -53,7 +60,25 @@ def show(status: dict[str, Any]) -> None:
             str(client["pid"]),
             str(client["uid"]),
             str(client["rank"]) if client["rank"] >= 0 else "-",
-            *(format_size(client[f"{what}_bytes"]) for what in _SIZES),
+            *(format_size(client[name]) for name in _SIZES.values()),
             str(client["in_flight"]),
         )
     console.print(clients)
+
+
+def _writes(status: dict[str, Any]) -> str:
+    """What goes to the disks, and what of it is held up."""
+    sizes = ("written_bytes", "written_last_day_bytes", "written_bytes_per_day")
+    total, last_day, per_day = (format_size(status[name]) for name in sizes)
+    text = f"written: {total} since the start, {last_day} in the last 24 h, {per_day} a day"
+    if status["write_budget_bytes"] is None:
+        return text
+    used, limit = (format_size(status[f"write_budget{part}_bytes"]) for part in ("_used", ""))
+    span = {3600: "hour", 86400: "day"}[int(status["write_budget_seconds"])]
+    text += f"\nwrite budget: {used} used of {limit} per {span} (--write-budget)"
+    if status["write_budget_short_seconds"]:
+        text += (
+            f", SHORT for {status['write_budget_short_seconds']:.0f} s, "
+            f"{status['write_budget_held']} writes wait"
+        )
+    return text

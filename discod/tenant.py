@@ -37,6 +37,7 @@ from discod.wire.messages import (
     Trim,
     Write,
 )
+from discod.writes import Held, Writes
 
 MAX_UNANSWERED = 32_768
 """Per client; a bound on what one that has lost its mind can make the daemon keep."""
@@ -89,6 +90,7 @@ class Tenant:
         answer: Sends a reply to the client.
         idle: Called when a file that is to be trimmed has nothing left to do.
         step_bytes: As for :func:`discod.checksum.take`.
+        writes: Counts what goes to the disks, and may hold it up; None: nothing does.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Tenant:
         answer: Callable[[Reply], None],
         idle: Callable[[File], None],
         step_bytes: int = checksum.SAMPLE_STEP_BYTES,
+        writes: Writes | None = None,
     ) -> None:
         self.who = who
         self.arena_bytes = mapping.size_bytes
@@ -115,13 +118,15 @@ class Tenant:
         self._answer = answer
         self._idle = idle
         self._jobs: dict[int, tuple[Job, Engine]] = {}
+        self._writes = writes or Writes()
+        self._held: dict[int, tuple[Write, Held]] = {}
         self._rings = Rings(who, gpus, mapping.fd, mapping.size_bytes, answer)
         self._closed: Callable[[], None] | None = None
 
     @property
     def in_flight(self) -> int:
         """Requests that are queued or running."""
-        return len(self._jobs) + len(self._rings.unanswered)
+        return len(self._jobs) + len(self._held) + len(self._rings.unanswered)
 
     @property
     def closing(self) -> bool:
@@ -168,6 +173,8 @@ class Tenant:
         self._closed = closed
         for file in self.files:
             file.trim_bytes = None
+        self._held.clear()
+        self._writes.leave(self)
         for engine in {file.engine for file in self.files}:
             engine.drop_owner(self)
         self._rings.close(self._part_closed)
@@ -194,15 +201,31 @@ class Tenant:
     def _write(self, request: Write) -> None:
         file = self._check(request)
         file.trim_bytes = None
-        file.scratch.keep()
-        refused = partial(self._refused, file)
-        if refused():
+        if self._refused(file):
             # At once, and not behind all that is queued on the device.
             self._answer(failed(request, file.scratch, OutOfUse(), self.who))
             return
+        held = self._writes.admit(
+            self,
+            request.length,
+            partial(self._start_write, request, file),
+            partial(self._over_budget, request),
+        )
+        if held is not None:
+            self._held[request.seq] = request, held
+
+    def _start_write(self, request: Write, file: File) -> None:
+        self._held.pop(request.seq, None)
+        file.trim_bytes = None
+        file.scratch.keep()
         data = self._mapping.view(request.slot, request.length)
+        refused = partial(self._refused, file)
         work = WriteBlob(file.scratch, request.offset, data, self._mode, self._step_bytes, refused)
         self._start(request, file, Priority.WRITE, work)
+
+    def _over_budget(self, request: Write, text: str) -> None:
+        self._held.pop(request.seq, None)
+        self._answer(Failed(request.seq, request.epoch, Failure.OVER_BUDGET, 0, text))
 
     def _refused(self, file: File) -> bool:
         """Whether ``file`` takes no writes: its directory is out of use, and there is a better."""
@@ -237,6 +260,14 @@ class Tenant:
             self._idle(file)
 
     def _cancel(self, target: int) -> None:
+        if target in self._held:
+            request, held = self._held.pop(target)
+            self._writes.cancel(held)
+            self._answer(
+                Failed(
+                    request.seq, request.epoch, Failure.CANCELLED, 0, "cancelled before it began"
+                )
+            )
         if target in self._jobs:
             job, engine = self._jobs[target]
             engine.cancel(job)
@@ -259,7 +290,7 @@ class Tenant:
         return self._file(request.file)
 
     def _check_seq(self, seq: int) -> None:
-        if seq in self._jobs or seq in self._rings.unanswered:
+        if seq in self._jobs or seq in self._held or seq in self._rings.unanswered:
             raise Refusal("a request with this seq is not answered yet")
         if self.in_flight >= MAX_UNANSWERED:
             raise Refusal(f"{MAX_UNANSWERED} requests of this client are not answered yet")
@@ -272,6 +303,8 @@ class Tenant:
         del self._jobs[request.seq]
         file.busy -= 1
         file.idle_since = time.monotonic()
+        if isinstance(request, Write) and job.taken_bytes == 0:
+            self._writes.undone(self, request.length)
         if self._closed is not None:
             self._part_closed()
             return

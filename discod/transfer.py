@@ -31,21 +31,39 @@ class OutOfUse(Exception):
 def _whole(
     call: Callable[[int, Sequence[memoryview], int], int],
     fd: int,
-    data: memoryview,
+    buffers: Sequence[memoryview],
     offset: int,
 ) -> None:
-    """Call until all of ``data`` is transferred; raises ``OSError`` when nothing moves on."""
+    """Call until all of ``buffers`` is transferred; raises ``OSError`` when nothing moves on."""
+    size = sum(map(len, buffers))
     done = 0
-    while done < len(data):
-        moved = call(fd, [data[done:]], offset + done)
+    while done < size:
+        moved = call(fd, buffers, offset + done)
         # O_DIRECT goes on only from an aligned position: a part of a page is done again.
-        progress = moved - (done + moved) % PAGE_BYTES if done + moved < len(data) else moved
+        progress = moved - (done + moved) % PAGE_BYTES if done + moved < size else moved
         if progress <= 0:
             raise Short(
                 errno.EIO,
-                f"{os.strerror(errno.EIO)}: {done + moved} of {len(data)} bytes transferred",
+                f"{os.strerror(errno.EIO)}: {done + moved} of {size} bytes transferred",
             )
         done += progress
+        if done < size:
+            buffers = _behind(buffers, progress)
+
+
+def _behind(buffers: Sequence[memoryview], length: int) -> Sequence[memoryview]:
+    """What is left of ``buffers`` without their first ``length`` bytes, fewer than all."""
+    for number, buffer in enumerate(buffers):
+        if length < len(buffer):
+            return [buffer[length:], *buffers[number + 1 :]]
+        length -= len(buffer)
+    return []
+
+
+def _side_by_side(blobs: "Sequence[WriteBlob | ReadBlob]") -> tuple[int, list[memoryview]]:
+    """Where blobs begin whose extents touch, and their buffers in the order of the file."""
+    blobs = sorted(blobs, key=lambda blob: blob.offset)
+    return blobs[0].offset, [blob.data for blob in blobs]
 
 
 def _drop_pages(fd: int, offset: int, length: int) -> None:
@@ -73,11 +91,18 @@ class WriteBlob:
     refused: Callable[[], bool] = _never
 
     def run(self, io: Io, start: int, length: int) -> None:
+        self._write(io, self.offset + start, [self.data[start : start + length]])
+
+    def run_with(self, io: Io, others: Sequence["WriteBlob"]) -> None:
+        offset, buffers = _side_by_side([self, *others])
+        self._write(io, offset, buffers)
+
+    def _write(self, io: Io, offset: int, buffers: Sequence[memoryview]) -> None:
         if self.refused():
             raise OutOfUse
-        offset = self.offset + start
-        with self.file.writing(self.offset + len(self.data)):
-            _whole(io.pwritev, self.file.fd, self.data[start : start + length], offset)
+        length = sum(map(len, buffers))
+        with self.file.writing(max(offset + length, self.offset + len(self.data))):
+            _whole(io.pwritev, self.file.fd, buffers, offset)
             if not self.file.direct:
                 io.write_back(self.file.fd, offset, length)
                 _drop_pages(self.file.fd, offset, length)
@@ -96,11 +121,17 @@ class ReadBlob:
     token: bytes
 
     def run(self, io: Io, start: int, length: int) -> None:
+        self._read(io, self.offset + start, [self.data[start : start + length]])
+
+    def run_with(self, io: Io, others: Sequence["ReadBlob"]) -> None:
+        offset, buffers = _side_by_side([self, *others])
+        self._read(io, offset, buffers)
+
+    def _read(self, io: Io, offset: int, buffers: Sequence[memoryview]) -> None:
         self.file.check_open(os.O_RDONLY)
-        offset = self.offset + start
-        _whole(io.preadv, self.file.fd, self.data[start : start + length], offset)
+        _whole(io.preadv, self.file.fd, buffers, offset)
         if not self.file.direct:
-            _drop_pages(self.file.fd, offset, length)
+            _drop_pages(self.file.fd, offset, sum(map(len, buffers)))
 
     def complete(self) -> bytes:
         if not checksum.matches(self.token, self.data):

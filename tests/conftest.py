@@ -12,11 +12,16 @@ import pytest
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    """OpenMP threads that spin for each other on two shared cores cost more than they bring."""
-    import torch
+def one_thread() -> Iterator[None]:
+    """OpenMP threads that spin for each other on two shared cores cost more than they bring.
 
-    torch.set_num_threads(1)
+    Here, and in the processes that tests start.
+    """
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        import torch
+
+        torch.set_num_threads(1)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -131,7 +131,7 @@ class Blob:
     size_bytes: int
     members: Members
     index: int
-    """The how-manieth save of its cycle it is, from 0."""
+    """The how-manieth save of its cycle it is, from 0; below 0 when that cycle is over."""
     slot: int | None
     state: State = State.FILLING
     history: list[State] = field(default_factory=lambda: [State.FILLING])

@@ -56,7 +56,7 @@ class RoomError(DiscodError):
 
 
 class ScratchFull(RoomError):
-    """The arena is full, and the disk or the daemon's quota has no room to take from it."""
+    """The arena is full, and the disk, the quota or the write budget takes nothing from it."""
 
 
 class ArenaFull(RoomError):

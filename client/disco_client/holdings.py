@@ -37,6 +37,8 @@ class Holdings:
         """What devices may want back before it is asked for."""
         self.waiting: dict[int, Blob] = {}
         """Blobs whose load must be called again; no ranking has them."""
+        self.reloads = False
+        """Whether blobs that were used have been loaded again, so that others may be too."""
         self.leaving_bytes = 0
         """Of slots that can be had once the writes that are wanted or in flight are done."""
         self.in_flight = 0
@@ -80,6 +82,13 @@ class Holdings:
             for blob in (*members.on_disk, *members.wanted):
                 self.settle(blob)
 
+    def expect_reloads(self, expected: bool) -> None:
+        """Whether to read blobs ahead that were used already: a second backward began, or ended."""
+        if self.reloads != expected:
+            self.reloads = expected
+            for blob in self.blobs.values():
+                self.settle(blob)
+
     def next_use(self, blob: Blob) -> int:
         """A number that is the greater the later the blob is needed."""
         needless = blob.used or (blob.on_device and blob.state is State.CLEAN)
@@ -110,7 +119,9 @@ class Holdings:
                 return blob.members.wanted
             case State.DIRTY if blob.save_error is None:
                 return self.dirty
-            case State.DISK if not (blob.used or blob.on_device or blob.read_error):
+            case State.DISK if blob.on_device or blob.read_error:
+                return None
+            case State.DISK if self.reloads or not blob.used:
                 return blob.members.on_disk
         return None
 
@@ -213,8 +224,9 @@ class Holdings:
         """Remember which files not to write to, and whether any is left for the blob."""
         if failure.kind is Failure.CANCELLED:
             return
-        if failure.kind is Failure.DISK_FULL:
-            self.full_files |= failure.files or frozenset(range(self.scratch.files))
+        if failure.kind in (Failure.DISK_FULL, Failure.OVER_BUDGET):
+            known = failure.kind is Failure.DISK_FULL and failure.files
+            self.full_files |= known or frozenset(range(self.scratch.files))
             self.full_text = failure.text
             return
         at_fault = failure.files or {piece.file for piece in blob.pieces}

@@ -53,10 +53,12 @@ class WriteFailure:
     """Why a blob's write failed, over all of its pieces.
 
     Args:
-        kind: ``CANCELLED``; ``DISK_FULL``; ``OUT_OF_USE``; anything else counts as ``IO``.
+        kind: ``CANCELLED``; ``DISK_FULL``; ``OVER_BUDGET``; ``OUT_OF_USE``; anything else counts
+            as ``IO``.
         text: The daemon's words: directory, operation, errno; for people.
         files: The scratch files at fault. Empty: all files for ``DISK_FULL`` (as with the
-            daemon's quota), the files of the blob's own pieces otherwise.
+            daemon's quota), as always for ``OVER_BUDGET``; the files of the blob's own pieces
+            otherwise.
     """
 
     kind: Failure

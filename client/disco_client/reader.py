@@ -77,6 +77,8 @@ class Reader:
             if not candidates:
                 return
             blob = min(candidates, key=self._held.next_use)
+            if heed_plan and blob.index < 0:
+                return  # kept from an earlier cycle: nothing says that it is needed in this one
             slot = self._room_ahead(blob, heed_plan)
             if slot is None:
                 return
@@ -98,6 +100,8 @@ class Reader:
             victim = held.clean.first()
             if victim is None or held.next_use(victim) <= held.next_use(blob):
                 return None
+            if not self._order.follows and not victim.used:
+                return None  # newest first is a guess, and not worth a blob that is there
             held.evict(victim)
             slot = held.arena.allocate(blob.size_bytes)
         return slot

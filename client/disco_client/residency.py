@@ -75,6 +75,8 @@ class Residency(Records):
         self.prefetch_hits = 0
         self.prefetch_misses = 0
         self.device_hits = 0
+        self.cycles = 0
+        """How many have finished."""
         self.last_cycle = Counters()
         """What the last finished cycle added to the counters."""
         self._cycle_start = Counters()
@@ -111,6 +113,8 @@ class Residency(Records):
                 f"{format_size(self.capacity_bytes)}; it must be kept in RAM while it is written, "
                 "so give the arena more with DISCOD_ARENA or connect(arena=)"
             )
+        if self._turned and self._order.overdue:
+            self._end_cycle()
         self._turned = False
         if self._order.expect_save(size_bytes):
             self._held.settle_all()
@@ -399,6 +403,8 @@ class Residency(Records):
         """A load was called: the first one is an event of the cycle."""
         self._turned = True
         self._held.ahead.discard(blob)
+        if blob.used:
+            self._held.expect_reloads(True)
         if not blob.asked:
             blob.asked = True
             if self._order.load(blob.index):
@@ -425,7 +431,7 @@ class Residency(Records):
         return self._held.take_instructions()
 
     def _end(self, blob: Blob) -> None:
-        """Free a live blob, and end the cycle with the last one."""
+        """Free a live blob, and end the cycle with its last one."""
         held = self._held
         held.ahead.discard(blob)
         held.drop_want(blob)
@@ -439,14 +445,20 @@ class Residency(Records):
         blob.members.live -= 1
         held.leave(blob.members)
         self.live_blobs -= 1
-        if self.live_blobs == 0:
+        if self._order.over:
             self._end_cycle()
 
     def _end_cycle(self) -> None:
         totals = self.totals
         self.last_cycle = totals.since(self._cycle_start)
         self._cycle_start = totals
-        self._order.end_cycle()
+        self.cycles += 1
+        saves = self._order.end_cycle()
+        if self.live_blobs:
+            for blob in self._held.blobs.values():
+                blob.index -= saves
+            self._held.settle_all()
         self._turned = False
+        self._held.expect_reloads(False)
         self._held.retry_files()
         self._room.forget_retry()

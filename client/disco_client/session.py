@@ -29,6 +29,7 @@ from disco_client.interrupts import End
 from disco_client.lending import Lending, Loan
 from disco_client.link import Link
 from disco_client.monitor import Monitor
+from disco_client.pace import Pace
 from disco_client.residency import Group, Residency
 from disco_client.staging import POLL_SECONDS, NoUnits, Staging, Units
 from disco_client.stats import Counters, Stats
@@ -65,6 +66,9 @@ class Session:
         self._monitor: Monitor[int | Loan] = Monitor(link, self._take_drop, self._staging)
         self._lending = Lending(arena, self._monitor.drop)
         self._waits = Waits()
+        self._attached = time.monotonic()
+        self._cycles = 0
+        self._pace = Pace(arena.size_bytes)
 
     # Blobs
 
@@ -117,7 +121,7 @@ class Session:
         try:
             return self.wait_for(self._try_load, blob, size_bytes, wait)
         finally:
-            self._waits.load_seconds += wait.seconds
+            self._waits.end_load(wait)
 
     def at_hand(self, blob: int, device: torch.device) -> Arrival | Lent | None:
         """What ``device`` itself has of the blob, which counts as a load of it.
@@ -309,6 +313,7 @@ class Session:
             live_blobs=self._residency.live_blobs,
             arena_bytes=self._arena.size_bytes,
             last_cycle=last,
+            attached_seconds=time.monotonic() - self._attached,
         )
 
     def _take_drop(self, what: int | Loan) -> None:
@@ -319,14 +324,17 @@ class Session:
             self._transfers.carry_out(self._residency.free(what))
             self._transfers.forget(what)
             self._staging.forget(what)
+            self._end_cycle()
             if self._residency.live_blobs == 0:
-                self._end_cycle()
+                self._transfers.trim()
 
     def _end_cycle(self) -> None:
-        """Note the cycle's waits, and tell the daemon that the scratch is not in use."""
-        self._waits.end_cycle()
-        self._staging.end_cycle()
-        self._transfers.trim()
+        """Note the cycle's waits, if residency has just ended one."""
+        if self._cycles != self._residency.cycles:
+            self._cycles = self._residency.cycles
+            self._waits.end_cycle()
+            self._staging.end_cycle()
+            self._pace.end_cycle(self._residency.last_cycle, self._waits, self._transfers)
 
     def _lend(self, blob: int, size_bytes: int) -> tuple[memoryview, Loan]:
         return self._lending.lend(blob, self._residency.slot(blob), size_bytes)
@@ -339,13 +347,14 @@ class Session:
         try:
             return self.wait_for(self._try_place, size_bytes, group, device, wait)
         finally:
-            self._waits.save_seconds += wait.seconds
+            self._waits.end_save(wait)
 
     def _try_place(
         self, size_bytes: int, group: Group, device: torch.device | None, wait: Wait
     ) -> tuple[int, int] | None:
         if device is not None and not self._staging.admits(device, size_bytes):
             wait.begin()
+            wait.for_device = True
             return None
         try:
             blob, instructions = self._residency.try_place(size_bytes, group)
@@ -353,6 +362,7 @@ class Session:
             if not self._may_change(error, wait):
                 raise
             blob, instructions = None, []
+        self._end_cycle()
         if instructions:
             self._transfers.carry_out(instructions)
         if blob is None:

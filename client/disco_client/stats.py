@@ -41,8 +41,17 @@ class Stats(Counters):
         live_blobs: Blobs that are saved and not yet released.
         arena_bytes: Size of this process's arena.
         last_cycle: The counters of the last finished cycle: in training, of the last step.
+        attached_seconds: Since this process attached.
     """
 
     live_blobs: int = 0
     arena_bytes: int = 0
     last_cycle: Counters = Counters()
+    attached_seconds: float = 0.0
+
+    @property
+    def written_bytes_per_day(self) -> int:
+        """What a day like the time since this process attached writes: what the disk endures."""
+        if not self.attached_seconds:
+            return 0
+        return int(self.written_bytes * 86_400 / self.attached_seconds)

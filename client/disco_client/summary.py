@@ -10,6 +10,9 @@ from disco_client.job import local_rank, local_ranks
 from disco_client.stats import Stats
 from discod.wire.sizes import format_size
 
+RATE_SECONDS = 60.0
+"""A day's bytes are not worth extrapolating from less."""
+
 _shown = False
 
 
@@ -31,8 +34,10 @@ def line(stats: Stats) -> str:
     ranks = local_ranks() or 1
     who = "discod" if ranks == 1 else f"discod (rank 0 of {ranks} here)"
     waited = stats.save_wait_seconds + stats.load_wait_seconds
+    long = stats.written_bytes and stats.attached_seconds >= RATE_SECONDS
+    rate = f" ({format_size(stats.written_bytes_per_day)} a day)" if long else ""
     return (
         f"{who}: {stats.saved_blobs} tensors, {format_size(stats.saved_bytes)} saved; "
-        f"{format_size(stats.written_bytes)} written to disk, the rest stayed in RAM "
+        f"{format_size(stats.written_bytes)} written to disk{rate}, the rest stayed in RAM "
         f"({format_size(stats.arena_bytes)} arena); waited {waited:.1f} s"
     )

@@ -5,6 +5,7 @@ done when all are answered. The checksum of each piece, as the daemon took it wh
 piece, is kept here and handed back with the read.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,9 +52,17 @@ class Transfers:
         self._link = link
         self._residency = residency
         self._running: dict[int, _Transfer] = {}
+        self._busy_since = 0.0
+        self._busy_seconds = 0.0
         self._checksums: dict[int, tuple[bytes, ...]] = {}
         self._untrimmed = False
         self._trimmed = False
+
+    @property
+    def busy_seconds(self) -> float:
+        """For how long anything was under way, until its answer was taken in."""
+        running = time.monotonic() - self._busy_since if self._running else 0.0
+        return self._busy_seconds + running
 
     def carry_out(self, instructions: Sequence[Instruction]) -> None:
         """Send what the instructions ask for."""
@@ -99,6 +108,8 @@ class Transfers:
         transfer = _Transfer(
             start.blob, start.pieces, isinstance(start, StartWrite), len(start.pieces)
         )
+        if not self._running:
+            self._busy_since = time.monotonic()
         self._running[start.blob] = transfer
         self._untrimmed = True
         if self._trimmed and transfer.writes:
@@ -139,6 +150,8 @@ class Transfers:
         if transfer.unanswered:
             return
         del self._running[transfer.blob]
+        if not self._running:
+            self._busy_seconds += time.monotonic() - self._busy_since
         if transfer.writes:
             self._write_done(transfer)
         else:
@@ -153,7 +166,7 @@ class Transfers:
         self.carry_out(self._residency.write_done(transfer.blob, _write_failure(transfer)))
 
 
-_MILDER = (Failure.OUT_OF_USE, Failure.DISK_FULL, Failure.CANCELLED)
+_MILDER = (Failure.OUT_OF_USE, Failure.DISK_FULL, Failure.OVER_BUDGET, Failure.CANCELLED)
 """Failures of a write other than the device's, what decides first; all else counts as that."""
 
 

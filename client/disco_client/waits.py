@@ -17,6 +17,8 @@ class Wait:
     def __init__(self, for_loans: bool) -> None:
         self._for_loans = for_loans
         self._began: float | None = None
+        self.for_device = False
+        """Whether it is a device that the call waits for, and not the disk."""
 
     def begin(self) -> None:
         """The call cannot go on; again is no error."""
@@ -41,6 +43,8 @@ class Waits:
         self.save_seconds = 0.0
         self.load_seconds = 0.0
         self.last_cycle = (0.0, 0.0)
+        self.device_seconds = 0.0
+        """Of saves, for copies off a device."""
         self._cycle_start = (0.0, 0.0)
         self._threads: set[int] = set()
 
@@ -52,10 +56,20 @@ class Waits:
     def begin(self) -> Wait:
         """A call by the calling thread, which waits no time as yet.
 
-        Its seconds are to be added to ``save_seconds`` or ``load_seconds`` when it ends.
+        Its end is to be told: :meth:`end_save` or :meth:`end_load`.
         """
         self._threads.add(threading.get_ident())
         return Wait(for_loans=len(self._threads) > 1)
+
+    def end_save(self, wait: Wait) -> None:
+        """A save has ended, whatever came of it."""
+        seconds = wait.seconds
+        self.save_seconds += seconds
+        self.device_seconds += seconds * wait.for_device
+
+    def end_load(self, wait: Wait) -> None:
+        """A load has ended, whatever came of it."""
+        self.load_seconds += wait.seconds
 
     def end_cycle(self) -> None:
         """No blob is alive: note what the cycle has added."""

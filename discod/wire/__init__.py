@@ -4,7 +4,7 @@ This is the only part of ``discod`` that ``disco_client`` imports. It does no I/
 beyond the two functions of :mod:`discod.wire.fds`, and knows neither torch nor ZeroMQ.
 """
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised on every incompatible change; differing versions are refused at attach."""
 
 PAGE_BYTES = 4096

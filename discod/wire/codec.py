@@ -63,6 +63,10 @@ _CHECKS: dict[Any, Callable[[object], bool]] = {
 }
 
 
+def _wrong(cls: type[Any], name: str) -> WireError:
+    return WireError(f"{cls.__name__}.{name} of a wrong type or outside its limits")
+
+
 class Codec:
     """Encodes and decodes one family of messages.
 
@@ -77,6 +81,15 @@ class Codec:
         self._field_checks = {
             cls: {name: _CHECKS[kind] for name, kind in get_type_hints(cls).items()}
             for cls in verbs.values()
+        }
+        # Most fields are integers: a call for each would cost more than all the rest.
+        self._ints = {
+            cls: tuple(name for name, check in checks.items() if check is _check_int)
+            for cls, checks in self._field_checks.items()
+        }
+        self._others = {
+            cls: tuple((name, checks[name]) for name in checks if name not in self._ints[cls])
+            for cls, checks in self._field_checks.items()
         }
 
     def encode(self, message: object) -> bytes:
@@ -106,12 +119,15 @@ class Codec:
         if cls not in expected:
             names = ", ".join(e.__name__ for e in expected)
             raise WireError(f"{cls.__name__} came where {names} was expected")
-        checks = self._field_checks[cls]
-        if body.keys() != checks.keys():
+        if body.keys() != self._field_checks[cls].keys():
             raise WireError(f"{cls.__name__} with the wrong fields")
-        for name, check in checks.items():
+        for name in self._ints[cls]:
+            value = body[name]
+            if type(value) is not int or not -1 <= value <= _MAX_INT:
+                raise _wrong(cls, name)
+        for name, check in self._others[cls]:
             if not check(body[name]):
-                raise WireError(f"{cls.__name__}.{name} of a wrong type or outside its limits")
+                raise _wrong(cls, name)
         return cls(**body)
 
 

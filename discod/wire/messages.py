@@ -36,6 +36,9 @@ class Failure(StrEnum):
     """Cancelled before it began; nothing was transferred."""
     DISK_FULL = "disk-full"
     """No space on the file system, or the daemon's ``--disk`` quota is used up."""
+    OVER_BUDGET = "over-budget"
+    """A write beyond the daemon's ``--write-budget``, which has no room for it for some time.
+    Nothing was written; the same write may work later."""
     IO = "io"
     """The device answered with an error, or with less than was asked for."""
     OUT_OF_USE = "out-of-use"

@@ -24,10 +24,10 @@ def chaos(out: Path, name: str, *options: str) -> Any:
 @pytest.mark.timeout(SECONDS + 10)
 def test_chaos(tmp_path: Path) -> None:
     """Something that a kill, a full disk or a failing one does in mid-step is lost, or leaks."""
-    figures = chaos(tmp_path, "chaos", "--seed", "14", "--rounds", "5", "--fast")
+    figures = chaos(tmp_path, "chaos", "--seed", "14", "--rounds", "3", "--fast")
     assert figures["failure"] == ""
-    assert figures["rounds"] == 5
-    assert figures["steps"] >= 15
+    assert figures["rounds"] == 3
+    assert figures["steps"] >= 9
     assert figures["disk_bytes"] > 0
     assert figures["leaked_bytes"] == 0
     assert figures["kills"]["daemon SIGKILL"] > 0
@@ -37,7 +37,7 @@ def test_chaos(tmp_path: Path) -> None:
 @pytest.mark.timeout(SECONDS + 10)
 def test_restarts_under_load(tmp_path: Path) -> None:
     """An upgrade of the daemon in the middle of training would cost the run: a job under DDP."""
-    figures = chaos(tmp_path, "restarts", "--seed", "1", "--restarts", "5", "--ddp")
-    assert figures["restarts"] == 5
-    assert figures["steps"] >= 10
+    figures = chaos(tmp_path, "restarts", "--seed", "1", "--restarts", "3", "--ddp")
+    assert figures["restarts"] == 3
+    assert figures["steps"] >= 6
     assert figures["disk_bytes"] > 0

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import disco_client
+from disco_client import keep_up, pace
 from discod.wire.messages import Done, Ping, Read
 from tests.helpers.daemon import Daemon, eventually
 from tests.helpers.faults import Rules
 from tests.helpers.raw_client import MIB, RawClient
+from tests.helpers.steps import SETTINGS, expected, step
 
 Start = Callable[..., Daemon]
 
@@ -27,7 +29,8 @@ def test_writes_that_take_long(
     start_daemon: Start, attach_to: Callable[..., None], rules: Rules
 ) -> None:
     """Saves would pile up in memory without end, or raise although the disk makes progress."""
-    daemon = start_daemon(env=rules.environment)
+    # With longer chunks several would be one write.
+    daemon = start_daemon("--chunk", "1MiB", env=rules.environment)
     attach_to(daemon, arena="4MiB", min_bytes="4KiB", reply_timeout=0.5)
     manager = disco_client.DiskOffloadManager(save_workers=2)
     rules.set("pwritev delay=0.1")
@@ -42,6 +45,28 @@ def test_writes_that_take_long(
     rules.clear()
     for handle, tensor in zip(handles, tensors, strict=True):
         assert torch.equal(manager.load_tensor(handle), tensor)
+
+
+def test_a_trainer_is_told_once_that_its_disk_does_not_keep_up(
+    start_daemon: Start,
+    attach_to: Callable[..., None],
+    rules: Rules,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody would know why the steps are slow; or normal runs would be called slow."""
+    monkeypatch.setattr(pace, "_said", False)
+    for name, value in (("COLD_CYCLES", 1), ("PART", 0.01), ("CYCLES", 2), ("LEAST_SECONDS", 0.1)):
+        monkeypatch.setattr(keep_up, name, value)
+    attach_to(start_daemon(env=rules.environment), **SETTINGS)
+    rules.set("pwritev delay=0.05")
+    lines = []
+    for _ in range(4):
+        assert step(0) == expected(0)
+        lines += [r.getMessage() for r in caplog.records if "keep up" in r.getMessage()]
+        caplog.clear()
+    (line,) = lines
+    assert "instead of 2.0 MiB would remove the wait" in line
 
 
 def test_a_read_that_hangs_holds_up_nobody_else(

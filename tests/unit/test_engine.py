@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 import threading
@@ -32,8 +33,12 @@ class Bench:
         self.ended: list[Job] = []
         self.engines: list[Engine] = []
 
+    def post(self, *callbacks: Callable[[], None]) -> None:
+        for callback in callbacks:
+            callback()
+
     def engine(self, io: Io | None = None, threads: int = 3) -> Engine:
-        engine = Engine(threads, CHUNK, post=lambda callback: callback(), io=io)
+        engine = Engine(threads, CHUNK, post=self.post, io=io)
         self.engines.append(engine)
         return engine
 
@@ -329,6 +334,163 @@ def test_drop_owner(bench: Bench) -> None:
     assert all(isinstance(job.error, Cancelled) for job in dead)
     assert living.error is None
     assert gate.calls == 2
+
+
+PIECES = [PAGE_BYTES, 2 * PAGE_BYTES, PAGE_BYTES]
+
+
+def side_by_side(bench: Bench, *data: bytearray, owner: str = "a") -> list[Job]:
+    """Writes one behind the other, in the order of the file."""
+    offsets = itertools.accumulate(map(len, data), initial=0)
+    return [
+        bench.job(one, offset=offset, owner=owner)
+        for one, offset in zip(data, offsets, strict=False)
+    ]
+
+
+def submit_together(engine: Engine, jobs: Sequence[Job]) -> None:
+    engine.hold()
+    for job in jobs:
+        engine.submit(job)
+    engine.let_go()
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (),
+        (PAGE_BYTES,),
+        (2 * PAGE_BYTES, PAGE_BYTES),
+        (PAGE_BYTES + 512, PAGE_BYTES + 1, 512 + PAGE_BYTES),
+    ],
+)
+def test_neighbours_are_one_call(bench: Bench, steps: tuple[int, ...]) -> None:
+    """Each small blob would cost a call; or one would get another's bytes, or lose the end."""
+    left = list(steps)
+    calls: list[int] = []
+
+    def shorter(call: Callable[[int, Sequence[memoryview], int], int]) -> Callable[..., int]:
+        def transfer(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            calls.append(offset)
+            assert offset % PAGE_BYTES == 0
+            if not left:
+                return call(fd, buffers, offset)
+            # What a short transfer leaves untouched, whatever buffers it ends in.
+            most, part = left.pop(0), []
+            for buffer in buffers:
+                part.append(buffer[:most])
+                most -= len(part[-1])
+            return call(fd, [buffer for buffer in part if buffer], offset)
+
+        return transfer
+
+    io = Io(pwritev=shorter(os.pwritev), preadv=shorter(os.preadv))
+    engine = bench.engine(io)
+    data = [bytearray(os.urandom(size)) for size in PIECES]
+    writes = side_by_side(bench, *data)
+    submit_together(engine, writes)
+    bench.wait(*writes)
+    assert not any(job.error for job in writes)
+    assert len(calls) == 1 + len(steps)
+    calls.clear()
+    left[:] = steps
+    back = [bytearray(size) for size in PIECES]
+    reads = [
+        bench.job(one, offset=write.offset, token=write.result, priority=Priority.PREFETCH)
+        for one, write in zip(back, writes, strict=True)
+    ]
+    submit_together(engine, reads[::-1])
+    bench.wait(*reads)
+    assert not any(job.error for job in reads)
+    assert back == data
+    assert len(calls) == 1 + len(steps)
+
+
+@pytest.mark.parametrize("bad", range(3))
+def test_a_bad_one_among_neighbours(bench: Bench, bad: int) -> None:
+    """One bad page of the disk would fail the blobs around it."""
+    data = [bytearray(os.urandom(PAGE_BYTES)) for _ in range(3)]
+    writes = side_by_side(bench, *data)
+
+    def pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if offset <= bad * PAGE_BYTES < offset + sum(map(len, buffers)):
+            raise OSError(errno.EIO, "injected")
+        return os.pwritev(fd, buffers, offset)
+
+    submit_together(bench.engine(Io(pwritev=pwritev)), writes)
+    bench.wait(*writes)
+    assert [job.error is not None for job in writes] == [number == bad for number in range(3)]
+    for number, job in enumerate(writes):
+        if number != bad:
+            assert job.result
+            assert os.pread(bench.fd, PAGE_BYTES, job.offset) == data[number]
+
+
+def test_a_corrupt_one_among_neighbours(bench: Bench) -> None:
+    """Blobs would be verified against each other's checksum, or all fail with one."""
+    engine = bench.engine()
+    writes = side_by_side(bench, *[bytearray(os.urandom(PAGE_BYTES)) for _ in range(3)])
+    submit_together(engine, writes)
+    bench.wait(*writes)
+    os.pwrite(bench.fd, bytes(PAGE_BYTES), PAGE_BYTES)
+    reads = [
+        bench.job(
+            bytearray(PAGE_BYTES),
+            offset=write.offset,
+            token=write.result,
+            priority=Priority.PREFETCH,
+        )
+        for write in writes
+    ]
+    submit_together(engine, reads)
+    bench.wait(*reads)
+    assert [type(job.error) for job in reads] == [type(None), Corrupt, type(None)]
+
+
+def test_a_dropped_owner_is_not_tried_again(bench: Bench) -> None:
+    """On a disk that fails slowly a dead client's memory would be held for minutes."""
+    gate = Gate()
+    tried: list[int] = []
+
+    def pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        tried.append(len(buffers))
+        if len(tried) == 2:
+            gate(fd, buffers, offset)
+        raise OSError(errno.EIO, "injected")
+
+    engine = bench.engine(Io(pwritev=pwritev))
+    jobs = side_by_side(bench, *[bytearray(PAGE_BYTES) for _ in range(4)])
+    submit_together(engine, jobs)
+    eventually(lambda: gate.running)
+    engine.drop_owner("a")
+    gate.open()
+    bench.wait(*jobs)
+    assert tried == [4, 1]
+    assert [type(job.error) for job in jobs] == [OSError, Cancelled, Cancelled, Cancelled]
+
+
+def test_what_is_held(bench: Bench) -> None:
+    """Small jobs would run one by one, an urgent read would wait, or a cancelled one be written."""
+    gate = Gate()
+    gate.open()
+    engine = bench.engine(Io(pwritev=gate))
+    os.ftruncate(bench.fd, CHUNK)
+    engine.hold()
+    small, cancelled = side_by_side(bench, bytearray(PAGE_BYTES), bytearray(PAGE_BYTES))
+    engine.submit(small)
+    engine.submit(cancelled)
+    assert engine.cancel(cancelled)
+    bench.wait(cancelled)
+    assert isinstance(cancelled.error, Cancelled)
+    bench.wait(small)  # the cancellation handed over what was there
+    bench.wait(bench.run(engine, bench.job(bytearray(PAGE_BYTES), token=b"")))
+    bench.wait(bench.run(engine, bench.job(bytearray(CHUNK))))
+    assert gate.calls == 2
+    last = bench.job(bytearray(PAGE_BYTES))
+    engine.submit(last)
+    assert last.taken_bytes == 0
+    engine.let_go()
+    bench.wait(last)
 
 
 def test_idle_threads_use_no_cpu(bench: Bench) -> None:

@@ -148,7 +148,13 @@ def test_proof_names_sizes_and_kinds(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_summary_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, for one rank of a node, only where it is wanted, and never about nothing."""
-    stats = Stats(saved_blobs=192, saved_bytes=3 * 2**30, written_bytes=2**30, arena_bytes=2**31)
+    stats = Stats(
+        saved_blobs=192,
+        saved_bytes=3 * 2**30,
+        written_bytes=2**30,
+        arena_bytes=2**31,
+        attached_seconds=3600.0,
+    )
     monkeypatch.delenv("DISCOD_SUMMARY", raising=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(summary, "_shown", False)
@@ -160,7 +166,8 @@ def test_summary_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     summary.finish(stats)
     line = capsys.readouterr().err
     assert line.count("\n") == 1
-    for part in ("192 tensors", "3.0 GiB saved", "1.0 GiB written", "2.0 GiB arena"):
+    written = "1.0 GiB written to disk (24.0 GiB a day)"
+    for part in ("192 tensors", "3.0 GiB saved", written, "2.0 GiB arena"):
         assert part in line
     monkeypatch.setenv("LOCAL_RANK", "1")
     summary.finish(stats)

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disco_client import plan as plan_module
-from disco_client.plan import Event, Order, Plan, staging_bytes
+from disco_client.plan import Event, Order, Plan
 from discod.wire import PAGE_BYTES
 
 Trace = list[tuple[Event, int]]
@@ -91,14 +91,13 @@ def test_in_a_pipeline_the_oldest_of_each_microbatch_are_written() -> None:
     assert layers == set(range(len(layers)))
 
 
-def test_first_in_first_out_leaves_staging_for_the_writes() -> None:
+@pytest.mark.parametrize(("capacity", "spare"), [(32, 1), (256, 4)])
+def test_first_in_first_out_leaves_room_for_the_writes(capacity: int, spare: int) -> None:
     """Else each save waits for the write of the blob before it: no overlap at all."""
-    count, capacity = 60, 32
+    count = 2 * capacity
     trace = saves(*range(count)) + uses(*range(count))
     plan = planned([1] * count, trace, capacity)
-    staging = staging_bytes(capacity * PAGE_BYTES, PAGE_BYTES) // PAGE_BYTES
-    assert staging == 4
-    assert len(plan.write_at_once) == count - capacity + staging
+    assert len(plan.write_at_once) == count - capacity + spare
 
 
 def test_a_blob_that_is_in_use_is_not_what_to_write() -> None:
@@ -248,3 +247,78 @@ def test_used_blobs_are_needed_last_the_newest_of_them_first() -> None:
     keys = [order.next_use(index, used) for used in (False, True) for index in (9, 5, 0)]
     assert keys == sorted(keys)
     assert len(set(keys)) == 6
+
+
+def test_a_batch_of_another_length_has_the_plan_in_proportion() -> None:
+    """Else each step of a fine-tuning with padded batches writes what would fit."""
+    order = Order(8 * PAGE_BYTES)
+    run(order, [1] * 12, last_in_first_out(12))
+    order.end_cycle()
+    assert order.plan.write_at_once == set(range(4))
+    assert not any(run(order, [2] * 12, last_in_first_out(12)))
+    assert order.sized
+    assert order.plan.write_at_once == set(range(8))
+    order.end_cycle()
+    run(order, [1] * 12, last_in_first_out(12))
+    assert order.plan.write_at_once == set(range(4))
+
+
+def test_a_batch_that_does_not_fit_in_proportion_keeps_the_plan() -> None:
+    """Else a step raises for a blob that it never saves."""
+    order = Order(4 * PAGE_BYTES)
+    run(order, [1, 3], saves(0, 1) + uses(0, 1))
+    order.end_cycle()
+    run(order, [2, 1], saves(0, 1) + uses(0, 1))
+    assert order.follows
+    assert not order.sized
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        pytest.param(
+            saves(*range(6)) + uses(5, 4) + [(Event.FREE, i) for i in range(4)], id="back"
+        ),
+        pytest.param([*saves(0, 1), (Event.FREE, 0), (Event.FREE, 1)], id="forward"),
+    ],
+)
+def test_a_step_that_is_broken_off_teaches_nothing(broken: Trace) -> None:
+    """Else the step after an exception begins from half an order."""
+    order = Order(2 * PAGE_BYTES)
+    run(order, [1] * 6, last_in_first_out(6))
+    order.end_cycle()
+    plan = order.plan
+    run(order, [1] * 6, broken)
+    assert order.over
+    order.end_cycle()
+    assert order.plan is plan
+
+
+def test_a_few_blobs_that_are_kept_do_not_keep_a_cycle_from_ending() -> None:
+    """Else one handle that is kept for ever, and nothing is learned any more."""
+    order = Order(4 * PAGE_BYTES)
+    run(order, [1], saves(0))
+    steps = 0
+    while not order.overdue:
+        first = order.saves
+        for _ in range(9):
+            order.expect_save(PAGE_BYTES)
+            order.save(PAGE_BYTES)
+        for index in reversed(range(first, first + 9)):
+            order.load(index)
+            order.free(index)
+        steps += 1
+        assert steps < 20
+    assert steps > 3, "a valley within a step would be taken for its end"
+    assert not order.over
+    saved = order.end_cycle()
+    assert saved == 1 + 9 * steps
+    assert order.next_use(-saved, used=False) > order.next_use(0, used=False)
+    assert not order.load(-saved)
+    order.free(-saved)
+    assert not order.over
+    for _ in range(2):
+        run(order, [1] * 9, last_in_first_out(9))
+        assert order.over
+        order.end_cycle()
+    assert order.plan.write_at_once == set(range(5))

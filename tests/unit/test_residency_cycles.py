@@ -305,3 +305,52 @@ def test_a_graph_kept_for_a_second_backward_is_read_again() -> None:
             simulation.free(blob)
         simulation.complete_all()
     assert simulation.residency.arena_used_bytes == 0
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_blobs_that_are_kept_for_ever_leave_the_rest_to_be_learned(kept: int) -> None:
+    """Else one handle in some list makes every step write and wait as if it were the first."""
+    simulation = Simulation(12)
+    group = Group()
+    handles = [simulation.save(1, group) for _ in range(kept)]
+    written = []
+    for _ in range(14):
+        before = len(simulation.written)
+        blobs = [simulation.save(1, group) for _ in range(24)]
+        for blob in reversed(blobs):
+            simulation.use(blob)
+            simulation.complete_all()
+        written.append([blob - blobs[0] for blob in simulation.written[before:]])
+    assert written[-1] == written[-2] == list(range(12)), "the kept ones are on disk, and stay"
+    assert simulation.residency.last_cycle.read_bytes == 12 * PAGE_BYTES
+    assert simulation.residency.last_cycle.saved_blobs == 24
+    for handle in handles:
+        simulation.use(handle)
+    simulation.finish()
+
+
+def test_a_second_backward_is_read_ahead() -> None:
+    """Else retain_graph=True waits for each read of the second backward by itself."""
+    simulation = Simulation(8)
+    group = Group()
+    blobs = [simulation.save(1, group) for _ in range(20)]
+    for blob in reversed(blobs):
+        simulation.unpin(simulation.load(blob))
+        simulation.complete_all()
+    before = simulation.residency.prefetch_misses
+    for blob in reversed(blobs):
+        simulation.use(blob)
+        simulation.complete_all()
+    assert simulation.residency.prefetch_misses - before <= 2
+
+
+def test_a_guess_evicts_nothing() -> None:
+    """Else the first cycle of a pipeline reads each blob several times."""
+    simulation = Simulation(8)
+    group = Group()
+    blobs = [simulation.save(1, group) for _ in range(16)]
+    simulation.complete_all()
+    for blob in blobs:
+        simulation.use(blob)
+        simulation.complete_all()
+    assert len(simulation.reads) <= 16 + 8

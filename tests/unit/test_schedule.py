@@ -1,5 +1,6 @@
 """The order in which pieces run, checked by simulation with random jobs and owners."""
 
+import itertools
 from collections import defaultdict
 
 import pytest
@@ -64,11 +65,16 @@ def test_owners_share_by_bytes(priority: Priority, sizes: list[list[int]]) -> No
     """One client with many or large requests would starve another in the same class."""
     schedule: Schedule[Entry] = Schedule(2, CHUNK)
     for owner, owned in enumerate(sizes):
-        queue(schedule, str(owner), priority, *owned)
+        places = itertools.accumulate(owned, initial=0)
+        for size, offset in zip(owned, places, strict=False):
+            schedule.push(Entry(str(owner), priority, size, "file", offset))
     left = {str(owner): sum(owned) for owner, owned in enumerate(sizes)}
     served: dict[str, int] = defaultdict(int)
     while piece := schedule.pop():
         entry, _, length = piece
+        for joined in schedule.join(entry) if length == entry.size_bytes else []:
+            schedule.finish(joined)
+            length += joined.size_bytes
         schedule.finish(entry)
         served[str(entry.owner)] += length
         left[str(entry.owner)] -= length
@@ -153,6 +159,108 @@ def test_drop_after_a_failure() -> None:
     assert schedule.finish(entry)
 
 
+def neighbours(schedule: Schedule[Entry], *places: tuple[str, Priority, str, int]) -> list[Entry]:
+    """Jobs of 2 bytes, by owner, class, file and offset."""
+    entries = [Entry(owner, priority, 2, file, offset) for owner, priority, file, offset in places]
+    for entry in entries:
+        schedule.push(entry)
+    return entries
+
+
+@pytest.mark.parametrize("offsets", [[4, 6, 8, 10], [10, 8, 6, 4], [6, 8, 4, 10]])
+@pytest.mark.parametrize("priority", [Priority.PREFETCH, Priority.WRITE])
+def test_neighbours_run_together(priority: Priority, offsets: list[int]) -> None:
+    """Small blobs would cost a system call, a lock and a wake-up each."""
+    schedule: Schedule[Entry] = Schedule(2, CHUNK)
+    entries = neighbours(schedule, *[("a", priority, "f", offset) for offset in [*offsets, 12]])
+    assert schedule.pop() == (entries[0], 0, 2)
+    assert schedule.join(entries[0]) == entries[1:4], "in order, and no more than a chunk"
+    assert not any(map(schedule.cancel, entries[:4]))
+    assert [schedule.finish(entry) for entry in entries[:4]] == [True] * 4
+    assert schedule.pop() == (entries[4], 0, 2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ("b", Priority.WRITE, "f", 2),
+        ("a", Priority.PREFETCH, "f", 2),
+        ("a", Priority.WRITE, "g", 2),
+        ("a", Priority.WRITE, "f", 4),
+    ],
+    ids=["owner", "class", "file", "gap"],
+)
+def test_others_do_not_run_together(other: tuple[str, Priority, str, int]) -> None:
+    """Bytes would go to the wrong place, or to the wrong account, or a read be a write."""
+    schedule: Schedule[Entry] = Schedule(3, CHUNK)
+    (entry,) = neighbours(schedule, ("a", Priority.WRITE, "f", 0))
+    schedule.pop()
+    neighbours(schedule, other)
+    assert schedule.join(entry) == []
+    assert schedule.pop() is not None
+
+
+def test_urgent_reads_run_alone() -> None:
+    """A trainer would wait for bytes that nobody waits for."""
+    schedule: Schedule[Entry] = Schedule(2, CHUNK)
+    first, _ = neighbours(schedule, *[("a", Priority.URGENT, "f", offset) for offset in (0, 2)])
+    schedule.pop()
+    assert schedule.join(first) == []
+
+
+def test_jobs_that_run_together_take_one_thread() -> None:
+    """Many small writes in one piece would keep the other threads from all writes, or for ever."""
+    schedule: Schedule[Entry] = Schedule(3, CHUNK)
+    entries = neighbours(schedule, *[("a", Priority.WRITE, "f", 2 * i) for i in range(12)])
+    pieces = []
+    for _ in range(2):
+        piece = schedule.pop()
+        assert piece is not None
+        pieces.append([piece[0], *schedule.join(piece[0])])
+    assert pieces == [entries[:4], entries[4:8]]
+    assert not schedule.ready
+    for entry in pieces[0]:
+        schedule.finish(entry)
+    assert schedule.pop() == (entries[8], 0, 2)
+    assert not schedule.ready, "the end of a piece let two begin"
+
+
+PLACES = st.tuples(
+    st.sampled_from("ab"),
+    st.sampled_from(Priority),
+    st.sampled_from("fg"),
+    st.integers(1, CHUNK),
+    st.sampled_from(["above", "below", "apart"]),
+)
+
+
+@given(st.lists(PLACES, max_size=30))
+def test_any_jobs_join_rightly(places: list[tuple[str, Priority, str, int, str]]) -> None:
+    """Of some sequence a job would be lost, run twice or out of order, or with what is not near."""
+    schedule: Schedule[Entry] = Schedule(2, CHUNK)
+    expected: dict[tuple[object, Priority], list[Entry]] = defaultdict(list)
+    low = high = 1000
+    for owner, priority, file, size, side in places:
+        offset = {"above": high, "below": low - size, "apart": high + 1}[side]
+        low, high = min(low, offset), max(high, offset + size)
+        entry = Entry(owner, priority, size, file, offset)
+        schedule.push(entry)
+        expected[owner, priority].append(entry)
+    while piece := schedule.pop():
+        leader = piece[0]
+        together = [leader, *schedule.join(leader)]
+        queue = expected[leader.owner, leader.priority]
+        assert together == queue[: len(together)]
+        del queue[: len(together)]
+        assert len({entry.file for entry in together}) == 1
+        assert sum(entry.size_bytes for entry in together) <= CHUNK
+        by_place = sorted(together, key=lambda entry: entry.offset)
+        for entry, following in itertools.pairwise(by_place):
+            assert entry.offset + entry.size_bytes == following.offset
+        assert all([schedule.finish(entry) for entry in together])  # noqa: C419  finishes each
+    assert not any(expected.values())
+
+
 class Simulation(RuleBasedStateMachine):
     """Random jobs, pieces, cancellations, promotions and failures against a simple model."""
 
@@ -163,16 +271,37 @@ class Simulation(RuleBasedStateMachine):
         self.schedule: Schedule[Entry] = Schedule(self.THREADS, CHUNK)
         self.alive: list[Entry] = []
         self.running: list[Entry] = []
+        self.led: dict[Entry, Entry] = {}
+        """Which job each one that was joined runs together with."""
         self.covered: dict[Entry, int] = {}
 
     @rule(owner=st.integers(0, 3), priority=st.sampled_from(Priority), size=st.integers(1, 40))
     def push(self, owner: int, priority: Priority, size: int) -> None:
-        entry = Entry(owner, priority, size)
+        self.push_one(Entry(owner, priority, size))
+
+    @rule(
+        owner=st.integers(0, 3),
+        priority=st.sampled_from(Priority),
+        sizes=st.lists(st.integers(1, 3), min_size=2, max_size=6),
+        gaps=st.sets(st.integers(0, 5)),
+        upwards=st.booleans(),
+    )
+    def push_neighbours(
+        self, owner: int, priority: Priority, sizes: list[int], gaps: set[int], upwards: bool
+    ) -> None:
+        start = end = 1000
+        for number, size in enumerate(sizes):
+            gap = number in gaps
+            offset = end + gap if upwards else start - size - gap
+            start, end = min(start, offset), max(end, offset + size)
+            self.push_one(Entry(owner, priority, size, "file", offset))
+
+    def push_one(self, entry: Entry) -> None:
         self.schedule.push(entry)
         self.alive.append(entry)
         self.covered[entry] = 0
 
-    @precondition(lambda self: len(self.running) < self.THREADS)
+    @precondition(lambda self: len(self.pieces()) < self.THREADS)
     @rule()
     def pop(self) -> None:
         ready = self.schedule.ready
@@ -189,11 +318,39 @@ class Simulation(RuleBasedStateMachine):
         better = [other for other in self.queued() if other.priority < entry.priority]
         assert not better, "a more urgent job waits"
         self.running.append(entry)
+        if length == entry.size_bytes:
+            self.join(entry)
+
+    def join(self, entry: Entry) -> None:
+        behind = [
+            other
+            for other in self.queued()
+            if (other.owner, other.priority) == (entry.owner, entry.priority)
+        ]
+        joined = self.schedule.join(entry)
+        by_place = sorted([entry, *joined], key=lambda one: one.offset)
+        for one, following in itertools.pairwise(by_place):
+            assert one.offset + one.size_bytes == following.offset
+        assert not joined or sum(one.size_bytes for one in by_place) <= CHUNK
+        assert not joined or entry.priority is not Priority.URGENT
+        assert set(joined) <= set(behind)
+        for one in joined:
+            assert self.covered[one] == 0
+            self.covered[one] = one.size_bytes
+            self.led[one] = entry
+            self.running.append(one)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), failed=st.booleans())
     def finish(self, data: st.DataObject, failed: bool) -> None:
+        """All that ran in one piece ends at once."""
         entry = data.draw(st.sampled_from(self.running))
+        entry = self.led.get(entry, entry)
+        for one in [entry, *[one for one, leader in self.led.items() if leader is entry]]:
+            self.led.pop(one, None)
+            self.finish_one(one, failed)
+
+    def finish_one(self, entry: Entry, failed: bool) -> None:
         self.running.remove(entry)
         last = self.schedule.finish(entry)
         if failed:
@@ -231,18 +388,21 @@ class Simulation(RuleBasedStateMachine):
 
     @invariant()
     def a_thread_is_left_for_reads(self) -> None:
-        writes = [entry for entry in self.running if entry.priority is Priority.WRITE]
+        writes = [entry for entry in self.pieces() if entry.priority is Priority.WRITE]
         assert len(writes) < self.THREADS
 
     @invariant()
     def nothing_is_forgotten(self) -> None:
-        writes = [entry for entry in self.running if entry.priority is Priority.WRITE]
+        writes = [entry for entry in self.pieces() if entry.priority is Priority.WRITE]
         can_run = [
             entry
             for entry in self.queued()
             if entry.priority is not Priority.WRITE or len(writes) < self.THREADS - 1
         ]
         assert self.schedule.ready == bool(can_run)
+
+    def pieces(self) -> list[Entry]:
+        return [entry for entry in self.running if entry not in self.led]
 
     def queued(self) -> list[Entry]:
         return [entry for entry in self.alive if self.covered[entry] < entry.size_bytes]

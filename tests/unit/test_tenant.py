@@ -50,8 +50,9 @@ class Held:
         )
         os.close(arena)
 
-    def post(self, callback: Callable[[], None]) -> None:
-        callback()
+    def post(self, *callbacks: Callable[[], None]) -> None:
+        for callback in callbacks:
+            callback()
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self.begun += 1
