@@ -69,7 +69,8 @@ class Calls:
             "One thread (`torch.set_num_threads(1)`, as torchrun sets it). *memcpy* is a plain "
             "`copy_` of the same bytes into warm memory of the arena's kind, in turns with the "
             "saves. *Over* is a save less the memcpy beside it. *At a trainer's pace* each save's "
-            "write is over before the next save begins; *miss* is a load of a blob that is on "
+            "write is over before the next save begins, and blobs of 1 MiB and more are twice what fits "
+            "in the arena, so that half of the saves begin a write; *miss* is a load of a blob that is on "
             "disk, nothing read ahead, and *pread* the same bytes read from a file, O_DIRECT, by "
             "one bare call for each 8 MiB.\n\n"
         )
@@ -135,10 +136,12 @@ def _measure(
 ) -> dict[str, Any]:
     label = format_size(blob_bytes)
     blobs = max(4, min(calls, ARENA_BYTES // 2 // blob_bytes))
+    # Twice what fits, so that half of the saves begin a write; small ones would take too many.
+    paced = 2 * ARENA_BYTES // blob_bytes if blob_bytes >= MIB else blobs
     rounds = max(2, -(-calls // blobs // (1 if blob_bytes < MIB else 4)))
     result: dict[str, Any] = {"blob_bytes": blob_bytes}
     with _attached(daemon):
-        bench = _Bench(blob_bytes, blobs)
+        bench = _Bench(blob_bytes, blobs, paced)
         for form, run in (("paced", bench.paced), ("tight", bench.tight)):
             progress(f"{label}: {form}")
             run({})  # warms up
@@ -157,7 +160,7 @@ def _measure(
     times = {}
     # Attached anew: once the order is known, what is loaded first would stay in RAM.
     with _attached(daemon), BareReads(directory / "misses", blob_bytes) as bare:
-        bench = _Bench(blob_bytes, blobs)
+        bench = _Bench(blob_bytes, blobs, paced)
         bench.misses(times, bare.read)
         bench.close()
     result["miss"] = {
@@ -171,8 +174,9 @@ def _measure(
 class _Bench:
     """Blobs of one size. The memory that copies are compared with is of the arena's kind."""
 
-    def __init__(self, blob_bytes: int, blobs: int) -> None:
+    def __init__(self, blob_bytes: int, blobs: int, paced: int) -> None:
         self._blobs = blobs
+        self._paced = paced
         self._blob_bytes = blob_bytes
         self._source = torch.randint(-(1 << 62), 1 << 62, (blob_bytes // 8,), dtype=torch.int64)
         self._memory = Arena(ARENA_BYTES // 2)
@@ -194,9 +198,12 @@ class _Bench:
     def paced(self, times: Times) -> None:
         """Saves with a pause after each, as long as its write takes; then loads."""
         handles = []
-        for number in range(self._blobs):
+        before = disco_client.stats().written_bytes
+        for number in range(self._paced):
             handles.append(self._save_beside_copy(self._manager, number, times))
             self._manager.wait_for_save(handles[-1])
+        if self._paced > self._blobs and disco_client.stats().written_bytes == before:
+            raise WrongBytes("more was saved than fits, and nothing was written")
         self._hits(handles, times, pause=True)
 
     def tight(self, times: Times) -> None:

@@ -25,7 +25,7 @@ from discod.wire.codec import decode, encode
 from discod.wire.messages import Attached, Done, Failed, Read, Request, Write
 from discod.wire.paths import socket_paths
 from discod.wire.sizes import format_size, parse_size
-from tests.benchmarks.cycles import WrongBytes
+from tests.benchmarks.frame import WrongBytes
 from tests.benchmarks.reference import Probe
 from tests.helpers.daemon import Daemon
 from tests.helpers.raw_client import attach
@@ -275,8 +275,8 @@ def main(
                 for system in turn:
                     system.cycle(blob_bytes, data_bytes // blob_bytes, keep=number > 0)
                 if number:
-                    probe_rates["write"].append(probe.write() / 1e9)
-                    probe_rates["read"].append(probe.read() / 1e9)
+                    probe_rates["write"].append(probe.run("write") / 1e9)
+                    probe_rates["read"].append(probe.run("read") / 1e9)
         console = Console(width=None if sys.stdout.isatty() else 120)
         console.print(table(systems, probe_rates))
 

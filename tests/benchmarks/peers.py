@@ -45,9 +45,10 @@ def fio() -> str | None:
 
 def _version(package: str) -> str:
     try:
-        return importlib.metadata.version(package)
+        version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return _missing(package)
+    return _missing(package) if (_NOTES / package).exists() else version
 
 
 def _missing(package: str) -> str:
@@ -94,12 +95,24 @@ def _install(package: str, version: str) -> str | None:
     )
 
 
+def _build_async_io() -> str | None:
+    """DeepSpeed compiles its engine when it is first used; here, so that no benchmark waits."""
+    program = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    if not done.returncode:
+        return None
+    said = (done.stderr or done.stdout).strip().splitlines() or ["it does not build"]
+    return f"async_io does not build (it needs g++ and libaio-dev): {said[-1][:200]}"
+
+
 def install() -> None:
     """Install what can be, and note why the rest cannot."""
     _NOTES.mkdir(parents=True, exist_ok=True)
     failures = {
         "axolotl": _install_axolotl(),
-        "deepspeed": _install("deepspeed", DEEPSPEED),
+        "deepspeed": _install("deepspeed", DEEPSPEED) or _build_async_io(),
         "tensornvme": _install("tensornvme", TENSORNVME),
     }
     for package, failure in failures.items():

@@ -6,8 +6,9 @@ from tests.benchmarks.calls import Calls
 from tests.benchmarks.frame import Benchmark
 from tests.benchmarks.gil import Gil
 from tests.benchmarks.io import Io
+from tests.benchmarks.policy import Policy
 from tests.benchmarks.scale import Scale
 from tests.benchmarks.start import Start
 from tests.benchmarks.training import Training
 
-BENCHMARKS: Sequence[Benchmark] = (Io(), Calls(), Training(), Gil(), Scale(), Start())
+BENCHMARKS: Sequence[Benchmark] = (Io(), Calls(), Training(), Gil(), Scale(), Policy(), Start())

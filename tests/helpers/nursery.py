@@ -259,7 +259,7 @@ class Nursery:
     def __init__(self, first: socket.socket) -> None:
         self._first = first
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._address = f"discod-nursery-{os.getpid()}"
+        self._address = f"tests-nursery-{os.getpid()}"
         self._listener.bind(f"\0{self._address}")
         self._listener.listen()
         self._askers = [first]
