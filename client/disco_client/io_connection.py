@@ -36,10 +36,21 @@ class IoConnection:
             socket may eat the edge by which its fd tells of an answer, so there may be one.
 
     Raises:
-        zmq.ZMQError: There are no fds left, or no memory.
+        OSError: There are no fds left, or no memory.
     """
 
     def __init__(self, path: Path, identity: bytes) -> None:
+        try:
+            self._begin(path, identity)
+        except zmq.ZMQError as error:  # which is no OSError
+            raise OSError(error.errno, f"the I/O connection cannot be made: {error}") from error
+        self.stirred = True
+        self._broken = False
+        self._poll = select.poll()
+        for fd in self.fds:
+            self._poll.register(fd, select.POLLIN)
+
+    def _begin(self, path: Path, identity: bytes) -> None:
         self._context = zmq.Context()
         with contextlib.ExitStack() as failed:
             failed.callback(self._context.term)
@@ -57,11 +68,6 @@ class IoConnection:
             for one in (self._dealer, self._monitor):
                 one.getsockopt(_EVENTS)
             failed.pop_all()
-        self.stirred = True
-        self._broken = False
-        self._poll = select.poll()
-        for fd in self.fds:
-            self._poll.register(fd, select.POLLIN)
 
     def watch(self, fd: int) -> None:
         """Count what comes on ``fd`` too in :meth:`quiet`; it must stay open as long as this."""

@@ -295,7 +295,7 @@ class Link:
             _log.warning("attached to a daemon on %s again after %.1f s", self.socket_dir, away)
         except DaemonError as error:
             self._failure = afresh(error)
-        except OSError as error:  # zmq's are such too
+        except OSError as error:
             self._failure = DaemonLost(
                 f"this process could not attach to the daemon on {self.socket_dir} again: {error}"
             )
