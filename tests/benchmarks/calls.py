@@ -69,10 +69,10 @@ class Calls:
             "One thread (`torch.set_num_threads(1)`, as torchrun sets it). *memcpy* is a plain "
             "`copy_` of the same bytes into warm memory of the arena's kind, in turns with the "
             "saves. *Over* is a save less the memcpy beside it. *At a trainer's pace* each save's "
-            "write is over before the next save begins, and blobs of 1 MiB and more are twice what "
-            "fits in the arena, so that half of the saves begin a write; *miss* is a load of a blob "
-            "that is on disk, nothing read ahead, and *pread* the same bytes read from a file, O_DIRECT, by "
-            "one bare call for each 8 MiB.\n\n"
+            "write is over before the next save begins, and blobs of 1 MiB and more are twice "
+            "what fits in the arena, so that half of the saves begin a write. *Miss* is a load of "
+            "a blob that is on disk, nothing read ahead, and *pread* the same bytes read from a "
+            "file, O_DIRECT, by one bare call for each 8 MiB.\n\n"
         )
         keys = ("memcpy", "save", "over", "over_cpu", "hit")
         for form, words in (("paced", "At a trainer's pace"), ("tight", "In a tight loop")):
