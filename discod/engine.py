@@ -255,30 +255,33 @@ class Engine:
 
     def _run_joined(self, jobs: Sequence[Job]) -> None:
         """Run jobs in one piece; if that fails each by itself, so that only bad ones fail."""
-        errors: dict[Job, BaseException] = {}
         try:
             jobs[0].work.run_with(self._io, [job.work for job in jobs[1:]])
         except BaseException:  # noqa: BLE001  whose failure it is, is found out now
-            errors = self._run_each(jobs)
+            self._run_each(jobs)
+            return
         with self._lock:
             for job in jobs:
-                self._finish(job, errors.get(job))
+                self._finish(job, None)
         self._complete(jobs)
 
-    def _run_each(self, jobs: Sequence[Job]) -> dict[Job, BaseException]:
-        """Run whole jobs one by one, except for those of an owner that is dropped meanwhile."""
-        errors: dict[Job, BaseException] = {}
+    def _run_each(self, jobs: Sequence[Job]) -> None:
+        """Run whole jobs one by one, except for those of an owner that is dropped meanwhile.
+
+        Each ends at once, so that the others are refused once it has shown that the device fails.
+        """
         with self._lock:
             self._to_retry.update(jobs)
-        for job in jobs:
+        # The leader's place among the threads is given up last.
+        for job in [*jobs[1:], jobs[0]]:
             with self._lock:
                 self._to_retry.discard(job)
             if job.error is None:
-                try:
-                    job.work.run(self._io, 0, job.size_bytes)
-                except BaseException as failure:  # noqa: BLE001  any failure is the job's alone
-                    errors[job] = failure
-        return errors
+                self._run(job, 0, job.size_bytes)
+            else:
+                with self._lock:
+                    self._finish(job, None)
+                self._complete([job])
 
     def _finish(self, job: Job, error: BaseException | None) -> bool:
         """Account for a piece that ended; True when the job ended with it. Needs the lock."""

@@ -157,13 +157,13 @@ def test_what_is_queued_is_refused_too(pair: Pair, raw_client: Connect) -> None:
     client = raw_client(pair.daemon)
     client.write(0, 0, MIB)
     pair.rules.set("pwritev delay=1000 in=/one/")
-    queued = [client.send(Write, file=0, offset=i * MIB, slot=0, length=MIB) for i in range(20)]
-    eventually(lambda: pair.daemon.status()["clients"][0]["in_flight"] == 20)
+    queued = [client.send(Write, file=0, offset=i * MIB, slot=0, length=MIB) for i in range(100)]
+    eventually(lambda: pair.daemon.status()["clients"][0]["in_flight"] == 100)
     pair.rules.set("pwritev EIO delay=0.1 in=/one/")
     kinds = [getattr(client.answer(seq), "kind", "done") for seq in queued]
     threads = pair.daemon.status()["threads"]
     assert set(kinds) == {"done", "io", "out-of-use"}, "those in flight end as they would have"
-    assert kinds.count("done") < threads
+    assert kinds.count("done") < threads * 8, "a chunk in each thread"
     assert kinds.count("io") < 2 * threads
 
 

@@ -67,9 +67,9 @@ class SteppedLoop:
         heapq.heappush(self._timers, (self._clock.now + seconds, next(self._order), timer))
         return timer
 
-    def post(self, callback: Step) -> None:
+    def post(self, *callbacks: Step) -> None:
         """As the real one's."""
-        self.posted.append(callback)
+        self.posted.extend(callbacks)
 
     def stop(self) -> None:
         """As the real one's."""
@@ -162,11 +162,16 @@ class SteppedEngine(Engine):
         self._schedule = Schedule(threads, chunk_bytes)
         self._post = post
         self._io = io or Io()
-        self._wake = threading.Condition()
-        self._stopping = False
+        self._lock = threading.Lock()
+        self._idle = []
+        self._stopping = self._holding = False
+        self._to_retry = set()
+        self._held = []
+        self._held_bytes = 0
+        self._chunk_bytes = chunk_bytes
         self._threads = []
         self._most = threads
-        self.running: list[tuple[Job, int, int, bytes]] = []
+        self.running: list[tuple[list[Job], int, int, list[bytes]]] = []
         self.violations: list[str] = []
 
     def steps(self) -> list[Step]:
@@ -178,32 +183,43 @@ class SteppedEngine(Engine):
         return found
 
     def _begin(self) -> None:
-        piece = self._next()
+        piece = self._schedule.pop()
         assert piece is not None
         job, start, length = piece
-        data = _data(job)[start : start + length]
-        if isinstance(job.work, ReadBlob):
-            data[:] = bytes([GARBAGE]) * length
-        self.running.append((job, start, length, bytes(data)))
+        jobs = [job, *(self._schedule.join(job) if length == job.size_bytes else [])]
+        before = []
+        for one in jobs:
+            data = _data(one)[start : start + length] if one is job else _data(one)
+            if isinstance(one.work, ReadBlob):
+                data[:] = bytes([GARBAGE]) * len(data)
+            before.append(bytes(data))
+        self.running.append((jobs, start, length, before))
 
     def end(self, index: int) -> None:
         """A piece is done, and what comes of it."""
-        job, start, length, before = self.running.pop(index)
-        self._check(job, start, length, before)
-        self._run(job, start, length)
+        jobs, start, length, before = self.running.pop(index)
+        self._check(jobs, start, before)
+        if len(jobs) > 1:
+            self._run_joined(jobs)
+        else:
+            self._run(jobs[0], start, length)
 
     def end_of_process(self, chance: random.Random) -> None:
         """The process dies: each piece in flight is done whole, in part, or not at all."""
-        for job, start, length, before in self.running:
-            self._check(job, start, length, before)
-            part = chance.choice((0, length // 2 // 4096 * 4096, length))
-            if part:
-                job.work.run(self._io, start, part)
+        for jobs, start, length, before in self.running:
+            self._check(jobs, start, before)
+            for job in jobs:
+                size = length if job is jobs[0] else job.size_bytes
+                part = chance.choice((0, size // 2 // 4096 * 4096, size))
+                if part:
+                    job.work.run(self._io, start if job is jobs[0] else 0, part)
         self.running = []
 
-    def _check(self, job: Job, start: int, length: int, before: bytes) -> None:
-        if bytes(_data(job)[start : start + length]) != before:
-            self.violations.append(f"{type(job.work).__name__}: its slot changed while it ran")
+    def _check(self, jobs: list[Job], start: int, before: list[bytes]) -> None:
+        for job, was in zip(jobs, before, strict=True):
+            at = start if job is jobs[0] else 0
+            if bytes(_data(job)[at : at + len(was)]) != was:
+                self.violations.append(f"{type(job.work).__name__}: its slot changed while it ran")
 
 
 def _data(job: Job) -> memoryview:

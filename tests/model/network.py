@@ -70,7 +70,7 @@ class Network:
         for body in list(connection.to_router)[: self._chance.randint(0, 3)]:
             connection.router.inbox.append((connection, body))
         connection.router.peers.pop(connection.dealer.identity)
-        connection.router.ended.append(connection.number)
+        connection.router.end(connection.number)
         answers = list(connection.to_dealer)
         kept = self._chance.randint(0, len(answers))
         self.late += [(connection.dealer, answer) for answer in answers[:kept]]
@@ -114,7 +114,8 @@ class Router:
         self.peers: dict[bytes, Connection] = {}
         self.inbox: deque[tuple[Connection, bytes]] = deque()
         self.ended: deque[int] = deque()
-        self.fds = os.eventfd(0, os.EFD_CLOEXEC), os.eventfd(0, os.EFD_CLOEXEC)
+        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+        self.fds = os.eventfd(0, flags), os.eventfd(0, flags)
         self._source = -1
         self._network = network
         network.routers.append(self)
@@ -127,6 +128,12 @@ class Router:
             handle(connection.dealer.identity, body)
         return bool(self.inbox)
 
+    def end(self, number: int) -> None:
+        """A connection has ended, of which the second fd tells."""
+        self.ended.append(number)
+        if self in self._network.routers:
+            os.eventfd_write(self.fds[1], 1)
+
     def source_fd(self) -> int:
         """As the real one's."""
         return self._source
@@ -135,6 +142,7 @@ class Router:
         self, accepted: Callable[[int], None], ended: Callable[[int], None], most: int
     ) -> bool:
         """As the real one's, for those that have ended; there are no others than clients'."""
+        _eat_edge(self.fds[1])
         for _ in range(min(most, len(self.ended))):
             ended(self.ended.popleft())
         return bool(self.ended)

@@ -226,14 +226,14 @@ class World:
     def close(self) -> None:
         """Remove everything; idempotent."""
         self.faulty = False
-        for trainer in list(self.trainers):
-            trainer.crash()
-        if self.daemon is not None:
-            self.kill()
-        for trainer in self.dead:
-            os.close(trainer.life)
-        self.dead = []
-        self._stack.close()
+        with self._stack:  # whatever fails: no other test may see what was put in place
+            for trainer in list(self.trainers):
+                trainer.crash()
+            if self.daemon is not None:
+                self.kill()
+            for trainer in self.dead:
+                os.close(trainer.life)
+            self.dead = []
 
     # The simulated machine
 
