@@ -163,9 +163,15 @@ def close() -> None:
     with _lock:
         connection, _connection = _connection, None
     if connection is not None:
-        with contextlib.suppress(DiscodError):  # the daemon is gone, or the session is torn
-            summary.finish(connection.session.stats())
-        connection.session.close()
+        try:
+            with contextlib.suppress(DiscodError):  # the daemon is gone, or the session is torn
+                summary.finish(connection.session.stats())
+            connection.session.close()
+        except BaseException:
+            if not connection.session.detaching:  # by Ctrl-C: the next close() begins anew
+                with _lock:
+                    _connection = _connection or connection
+            raise
         connection.interrupts.leave()
         if connection.launcher is not None:
             connection.launcher.close()

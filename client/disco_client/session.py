@@ -66,6 +66,8 @@ class Session:
         self._monitor: Monitor[int | Loan] = Monitor(link, self._take_drop, self._staging)
         self._lending = Lending(arena, self._monitor.drop)
         self._waits = Waits()
+        self.detaching = False
+        """Whether :meth:`close` has begun to let go, which is not done twice."""
         self._attached = time.monotonic()
         self._cycles = 0
         self._pace = Pace(arena.size_bytes)
@@ -239,6 +241,7 @@ class Session:
         self._monitor.close(self._detach)
 
     def _detach(self) -> None:
+        self.detaching = True
         self._units.close()
         self._staging.close()
         self.link.close()

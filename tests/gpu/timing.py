@@ -40,8 +40,8 @@ def disk_rates(directory: Path, nbytes: int) -> tuple[float, float] | None:
         path.unlink(missing_ok=True)
         return None
     try:
-        probe.write()  # makes the extents, which takes longer
-        return probe.write(), probe.read()
+        probe.run("write")  # makes the extents, which takes longer
+        return probe.run("write"), probe.run("read")
     finally:
         probe.close()
         path.unlink()

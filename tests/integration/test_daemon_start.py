@@ -331,12 +331,15 @@ class TestStatus:
         disk_bytes = os.fstat(client.files[0]).st_blocks * 512
         assert entry["disk_bytes"] == scratch["used_bytes"] == pytest.approx(disk_bytes, rel=0.01)
         del entry["disk_bytes"]
+        assert entry.pop("written_bytes_per_day") > 8192
         assert entry == {
             "pid": os.getpid(),
             "uid": os.getuid(),
             "rank": 3,
             "arena_bytes": 8 << 20,
             "written_bytes": 8192,
+            "written_last_day_bytes": 8192,
+            "writes_held": 0,
             "read_bytes": 4096,
             "in_flight": 0,
         }

@@ -13,6 +13,7 @@ import torch
 
 import disco_client
 from disco_client import connection
+from tests.helpers.daemon import eventually
 
 Attach = Callable[..., None]
 
@@ -131,3 +132,26 @@ def test_a_call_in_a_signal_handler_inside_another_call(attach: Attach) -> None:
 
     session._monitor.change(inside)
     assert disco_client.stats().live_blobs == 0
+
+
+def test_a_close_that_was_interrupted_can_be_repeated(
+    attach: Attach, daemon: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon would keep all that the process has, and the second close() do nothing."""
+    attach(arena="2MiB", min_bytes="4KiB")
+    manager = disco_client.DiskOffloadManager()
+    held = [manager.save_tensor(torch.zeros(1 << 18)) for _ in range(3)]
+    session = connection.current().session
+
+    def interrupted(detach: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session._monitor, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            disco_client.close()
+    assert connection.current().session is session
+    disco_client.close()
+    eventually(lambda: not daemon.status()["clients"])
+    eventually(lambda: not daemon.status()["disk_used_bytes"])
+    del held
