@@ -159,9 +159,11 @@ class System:
         self, name: str, tree: Path, directory: Path, arena_bytes: int, options: Sequence[str]
     ) -> None:
         self.name = name
-        scratch, sockets = directory / "scratch", directory / "sockets"
+        scratch = directory / "scratch"
         scratch.mkdir(parents=True)
-        sockets.mkdir()
+        # A socket's path must be short, and needs no disk.
+        self._sockets = tempfile.TemporaryDirectory(prefix="discod-bench-")
+        sockets = Path(self._sockets.name)
         self._daemon = Daemon(
             *options,
             scratch=scratch,
@@ -176,6 +178,7 @@ class System:
     def close(self) -> None:
         self._rank.close()
         self._daemon.close()
+        self._sockets.cleanup()
 
     def cycle(self, blob_bytes: int, blobs: int, *, keep: bool) -> None:
         """Write and read all blobs, and ``keep`` what it took."""

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
-import psutil
 import torch
 
 import disco_client
 from tests.benchmarks.cycles import Cycles, Phase
+from tests.benchmarks.daemon_cost import cpu_seconds
 from tests.benchmarks.frame import WrongBytes
 from tests.helpers.daemon import Daemon
 from tests.helpers.jobs import ROOT
@@ -70,7 +70,7 @@ class Ranks:
     def __init__(
         self, daemon: Daemon, count: int, blob_bytes: int, blobs: int, arena_bytes: int
     ) -> None:
-        self._daemon = psutil.Process(daemon.pid)
+        self._daemon_pid = daemon.pid
         self._stack = ExitStack()
         self._processes = []
         arguments = [str(daemon.socket_dir), str(blob_bytes), str(blobs), str(arena_bytes)]
@@ -97,7 +97,7 @@ class Ranks:
         Raises:
             WrongBytes: A rank has found that, or has ended.
         """
-        before = self._cpu_seconds()
+        before = cpu_seconds(self._daemon_pid)
         for process in self._processes:
             if process.stdin is None:
                 raise WrongBytes("a rank cannot be told anything")
@@ -109,11 +109,7 @@ class Ranks:
             if not line:
                 raise WrongBytes(f"a rank ended while it did {word!r}; see what it printed")
             phases.append(Phase(**json.loads(line)))
-        return Together(phases, self._cpu_seconds() - before)
-
-    def _cpu_seconds(self) -> float:
-        times = self._daemon.cpu_times()
-        return float(times.user + times.system)
+        return Together(phases, cpu_seconds(self._daemon_pid) - before)
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
