@@ -1,9 +1,8 @@
-"""The command line: ``discod`` runs the daemon, ``discod status`` shows what it does.
+"""The command line: ``discod`` runs the daemon; its subcommands are in :mod:`discod.commands`.
 
 Only what the help text needs is imported at the top; the daemon starts in a fraction of a second.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from click.core import ParameterSource
 
 from discod import __version__
 from discod.checksum import Mode
+from discod.commands import Commands, common
 from discod.config import (
     DEFAULT_CHUNK_BYTES,
     DEFAULT_THREADS,
@@ -21,9 +21,8 @@ from discod.config import (
     WriteRate,
     parse_write_rate,
 )
-from discod.exits import Exit
 from discod.logs import LEVELS
-from discod.wire.paths import SocketPathTooLong, default_socket_dir
+from discod.wire.paths import default_socket_dir
 from discod.wire.sizes import parse_size
 
 
@@ -65,16 +64,7 @@ def _groups(
         raise click.BadParameter(str(error), context, option) from error
 
 
-_socket_dir = click.option(
-    "--socket-dir",
-    type=click.Path(path_type=Path),
-    envvar="DISCOD_SOCKET_DIR",
-    help="Directory of the daemon's sockets, which clients find it by.  "
-    "[default: /run/discod, else $XDG_RUNTIME_DIR/discod, else one in the temp dir]",
-)
-
-
-@click.group(invoke_without_command=True)
+@click.group(cls=Commands, invoke_without_command=True)
 @click.option(
     "--scratch",
     type=click.Path(),
@@ -84,7 +74,7 @@ _socket_dir = click.option(
     help="Directory on NVMe to keep activations in; give it once per device to stripe over. "
     "DISCOD_SCRATCH separates several by ':'.",
 )
-@_socket_dir
+@common.socket_dir
 @click.option(
     "--ram",
     callback=_size,
@@ -221,26 +211,3 @@ def _refuse_options_before(context: click.Context) -> None:
                 f"{option} before {context.invoked_subcommand!r} is an option of the daemon, which "
                 f"is not started here; options of {context.invoked_subcommand!r} come after it"
             )
-
-
-@main.command()
-@click.option("--json", "as_json", is_flag=True, help="Print it as one JSON object.")
-@_socket_dir
-def status(as_json: bool, socket_dir: Path | None) -> None:
-    """Show the daemon's scratch directories and clients."""
-    from discod.status import NoStatus, fetch_status
-
-    try:
-        text = fetch_status(socket_dir or default_socket_dir())
-    except SocketPathTooLong as error:
-        click.echo(f"discod: {error}", err=True)
-        sys.exit(Exit.SOCKET_PATH_TOO_LONG)
-    except NoStatus as error:
-        click.echo(f"discod: {error}", err=True)
-        sys.exit(Exit.NO_DAEMON)
-    if as_json:
-        click.echo(text)
-    else:
-        from discod.status_table import show
-
-        show(json.loads(text))
