@@ -112,7 +112,8 @@ def _groups(
     default=f"{DEFAULT_CHUNK_BYTES >> 20}MiB",
     show_default=True,
     envvar="DISCOD_CHUNK",
-    help="Most bytes that a thread reads or writes at a time.",
+    help="Most bytes that a thread reads or writes at a time; up to 16MiB it may be twice that "
+    "while no trainer has had to wait for a read lately.",
 )
 @click.option(
     "--checksum",

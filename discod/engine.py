@@ -7,8 +7,7 @@ runs next in :mod:`discod.schedule`.
 
 import signal
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -149,20 +148,27 @@ class Engine:
 
     def cancel(self, job: Job) -> bool:
         """Cancel ``job`` unless a piece of it has begun. True when it is cancelled."""
-        with self._queue():
+        with self._lock:
+            self._push_held()
             cancelled = self._schedule.cancel(job)
+            bell = self._bell()
+        _ring(bell)
         if cancelled:
             self._end([job], Cancelled())
         return cancelled
 
     def promote(self, job: Job) -> None:
         """Make a prefetch read urgent."""
-        with self._queue():
+        with self._lock:
+            self._push_held()
             self._schedule.promote(job)
+            bell = self._bell()
+        _ring(bell)
 
     def drop_owner(self, owner: Hashable) -> None:
         """Cancel all of ``owner``, also jobs that have begun: only pieces that run run on."""
-        with self._queue():
+        with self._lock:
+            self._push_held()
             dropped = self._schedule.drop_owner(owner)
             for job in dropped:
                 job.error = job.error or Cancelled()
@@ -170,6 +176,8 @@ class Engine:
                 if job.owner == owner:
                     job.error = job.error or Cancelled()
             ended = [job for job in dropped if job.running == 0]
+            bell = self._bell()
+        _ring(bell)
         self._end(ended)
 
     def stop(self) -> None:
@@ -183,20 +191,18 @@ class Engine:
             thread.join()
 
     def _flush(self) -> None:
-        with self._queue():
-            pass
-
-    @contextmanager
-    def _queue(self) -> Iterator[None]:
-        """Queue what is held and keep the lock until the end; then have a thread come for it."""
-        held, self._held, self._held_bytes = self._held, [], 0
+        """Queue what is held, and have a thread come for it."""
         with self._lock:
-            for job in held:
-                self._schedule.push(job)
-            yield
+            self._push_held()
             bell = self._bell()
-        if bell is not None:
-            bell.release()
+        _ring(bell)
+
+    def _push_held(self) -> None:
+        """Queue what is held; the caller has the lock, and rings when it has done the rest."""
+        for job in self._held:
+            self._schedule.push(job)
+        self._held.clear()
+        self._held_bytes = 0
 
     def _bell(self) -> "threading.Lock | None":
         """What to release so that a thread comes for what can run; the caller has the lock."""
@@ -238,8 +244,7 @@ class Engine:
             if piece is None:
                 bell.acquire()
                 continue
-            if other is not None:
-                other.release()
+            _ring(other)
             return job, start, length, joined
 
     def _run(self, job: Job, start: int, length: int) -> None:
@@ -299,3 +304,9 @@ class Engine:
                 except BaseException as failure:  # noqa: BLE001  any failure is the job's alone
                     job.error = failure
         self._end(jobs)
+
+
+def _ring(bell: "threading.Lock | None") -> None:
+    """Have the thread come that waits for ``bell``; None: there is no need."""
+    if bell is not None:
+        bell.release()

@@ -15,8 +15,7 @@ its check before the write was queued is over before the write begins, and any o
 import errno
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from discod.budget import Budget
 from discod.health import Health
@@ -86,9 +85,8 @@ class ScratchFile:
         """What the file occupies or has reserved, all of it counted in the quota."""
         return self._allocated_bytes
 
-    @contextmanager
-    def writing(self, end: int) -> Iterator[None]:
-        """Hold the file for a write that ends at ``end``, grown to it.
+    def begin_write(self, end: int) -> None:
+        """Hold the file, grown to ``end``, for a write; :meth:`end_write` must follow.
 
         Raises:
             ScratchFull: It cannot grow; nothing is reserved.
@@ -99,11 +97,11 @@ class ScratchFile:
             if end > self._allocated_bytes:
                 self._grow(end)
             self._writes += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._writes -= 1
+
+    def end_write(self) -> None:
+        """Undo :meth:`begin_write`."""
+        with self._lock:
+            self._writes -= 1
 
     def check_open(self, way: int) -> None:
         """Raise :class:`Unopened` if it is not open for ``O_RDWR``, or for ``O_RDONLY``."""

@@ -101,11 +101,14 @@ class WriteBlob:
         if self.refused():
             raise OutOfUse
         length = sum(map(len, buffers))
-        with self.file.writing(max(offset + length, self.offset + len(self.data))):
+        self.file.begin_write(max(offset + length, self.offset + len(self.data)))
+        try:
             _whole(io.pwritev, self.file.fd, buffers, offset)
             if not self.file.direct:
                 io.write_back(self.file.fd, offset, length)
                 _drop_pages(self.file.fd, offset, length)
+        finally:
+            self.file.end_write()
 
     def complete(self) -> bytes:
         return checksum.take(self.mode, self.data, self.step_bytes)

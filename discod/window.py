@@ -43,9 +43,9 @@ class Window:
             self._total -= self._entries.popleft()[1]
         return self._total
 
-    def add(self, size_bytes: int) -> None:
-        """So many bytes go by now."""
-        self._add(self._clock(), size_bytes)
+    def add(self, size_bytes: int, now: float | None = None) -> None:
+        """So many bytes go by now, which is what the clock says if it is not given."""
+        self._add(self._clock() if now is None else now, size_bytes)
 
     def take_back(self, size_bytes: int) -> None:
         """So many of the bytes that were added last have not gone by after all."""

@@ -53,7 +53,10 @@ class Held:
 
 @dataclass(slots=True)
 class _Use:
-    """One client's; ``claim`` is what it was last refused, and when."""
+    """One client's; ``claim`` is what it was last refused, and when.
+
+    ``written`` is the budget's window, and is ``day`` itself where that is as long.
+    """
 
     written: Window
     day: Window
@@ -87,8 +90,7 @@ class Writes:
         self._clock = clock
         self._limit_bytes = NO_LIMIT_BYTES if budget is None else budget.size_bytes
         self._seconds = DAY_SECONDS if budget is None else budget.seconds
-        self._written = Window(self._seconds, clock)
-        self._day = Window(DAY_SECONDS, clock)
+        self._written, self._day = self._windows()
         self._began = clock()
         self._uses: dict[Hashable, _Use] = {}
         self._timer: Timer | None = None
@@ -100,8 +102,8 @@ class Writes:
 
     def restore(self, entries: list[Entry]) -> None:
         """Count what an earlier daemon has written."""
-        self._written.restore(entries)
-        self._day.restore(entries)
+        for window in {self._written, self._day}:
+            window.restore(entries)
         self._began = min([self._began, *(start for start, _ in self._day.entries())])
 
     def entries(self) -> list[Entry]:
@@ -128,11 +130,12 @@ class Writes:
         Returns:
             What is held, to :meth:`cancel`; None when it was started or refused.
         """
+        if self.budget is None:
+            self._count(self._use(owner), size_bytes)
+            start()
+            return None
         use = self._use(owner)
         held = Held(owner, size_bytes, start, refuse, self._clock())
-        if self.budget is None:
-            self._start(held)
-            return None
         if size_bytes > self._limit_bytes:
             refuse(
                 f"a write of {format_size(size_bytes)} is more than the write budget of "
@@ -161,7 +164,7 @@ class Writes:
         """A write that was started was cancelled before a byte of it moved."""
         use = self._uses.get(owner)
         own = () if use is None else (use.written, use.day)
-        for window in (*own, self._written, self._day):
+        for window in {*own, self._written, self._day}:
             window.take_back(size_bytes)
         self._total_bytes -= size_bytes
         self._serve()
@@ -206,15 +209,27 @@ class Writes:
     def _use(self, owner: Hashable) -> _Use:
         use = self._uses.get(owner)
         if use is None:
-            windows = Window(self._seconds, self._clock), Window(DAY_SECONDS, self._clock)
-            use = self._uses[owner] = _Use(*windows, began=self._clock())
+            use = self._uses[owner] = _Use(*self._windows(), began=self._clock())
         return use
+
+    def _windows(self) -> tuple[Window, Window]:
+        """The budget's, and a day's."""
+        day = Window(DAY_SECONDS, self._clock)
+        written = day if self._seconds == DAY_SECONDS else Window(self._seconds, self._clock)
+        return written, day
+
+    def _count(self, use: _Use, size_bytes: int) -> None:
+        now = self._clock()
+        use.day.add(size_bytes, now)
+        self._day.add(size_bytes, now)
+        if self._written is not self._day:
+            use.written.add(size_bytes, now)
+            self._written.add(size_bytes, now)
+        self._total_bytes += size_bytes
 
     def _start(self, held: Held) -> None:
         use = self._use(held.owner)
-        for window in (use.written, use.day, self._written, self._day):
-            window.add(held.size_bytes)
-        self._total_bytes += held.size_bytes
+        self._count(use, held.size_bytes)
         use.claim = 0, 0.0
         if self.budget is not None:
             self._note(self.budget, held.size_bytes)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from discod.schedule import Entry, Priority, Schedule
+from discod.schedule import CALM_PIECES, Entry, Priority, Schedule
 
 CHUNK = 8
 READS = [Priority.URGENT, Priority.PREFETCH]
@@ -82,6 +82,42 @@ def test_owners_share_by_bytes(priority: Priority, sizes: list[list[int]]) -> No
         if len(waiting) == len(left):  # all have been waiting all the time
             assert max(served.values()) - min(served[owner] for owner in left) <= 2 * CHUNK
     assert not any(left.values())
+
+
+@pytest.mark.parametrize("priority", [Priority.WRITE, Priority.PREFETCH])
+def test_pieces_are_long_while_no_read_is_urgent(priority: Priority) -> None:
+    """The daemon would cost more than it must, or trainers wait for long pieces all the time."""
+    schedule: Schedule[Entry] = Schedule(2, CHUNK)
+
+    def next_length() -> int:
+        (entry,) = queue(schedule, "a", priority, 3 * CHUNK)
+        piece = schedule.pop()
+        assert piece is not None
+        schedule.drop(entry)
+        schedule.finish(entry)
+        return piece[2]
+
+    for _ in range(2):
+        assert {next_length() for _ in range(CALM_PIECES)} == {CHUNK}
+        assert next_length() == 2 * CHUNK
+        queue(schedule, "b", Priority.URGENT, CHUNK)
+        taken(schedule, 1)
+    assert next_length() == CHUNK
+
+
+@pytest.mark.parametrize(
+    ("chunk", "longest"),
+    [(4096, 8192), (8 << 20, 16 << 20), (12 << 20, 16 << 20), (1 << 30, 1 << 30)],
+)
+def test_the_longest_piece(chunk: int, longest: int) -> None:
+    """A large --chunk would be doubled beyond what one system call takes, a small one ignored."""
+    schedule: Schedule[Entry] = Schedule(2, chunk)
+    queue(schedule, "a", Priority.WRITE, (CALM_PIECES + 3) * chunk)
+    lengths = []
+    while (piece := schedule.pop()) is not None:
+        schedule.finish(piece[0])
+        lengths.append(piece[2])
+    assert max(lengths) == longest
 
 
 @given(st.integers(2, 8), st.integers(1, 50))

@@ -53,8 +53,8 @@ def quota() -> Iterator[Budget]:
 
 
 def grow(file: ScratchFile, end: int) -> None:
-    with file.writing(end):
-        pass
+    file.begin_write(end)
+    file.end_write()
 
 
 def reserved(file: ScratchFile) -> int:
@@ -248,9 +248,10 @@ class TestTrim:
     def test_during_a_write(self, directory: Directory, quota: Budget) -> None:
         """A trim would cut off what is being written."""
         file = directory.create(quota)
-        with file.writing(5 * MIB):
-            file.trim(0, file.keep())
-            assert file.allocated_bytes == GROW_STEP_BYTES
+        file.begin_write(5 * MIB)
+        file.trim(0, file.keep())
+        assert file.allocated_bytes == GROW_STEP_BYTES
+        file.end_write()
         file.close(discard=False)
 
     def test_never_loses_a_write(self, directory: Directory, quota: Budget) -> None:
@@ -271,8 +272,9 @@ class TestTrim:
             offset = i % 7 * MIB
             versions.append(file.keep())
             file.keep()
-            with file.writing(offset + PAGE_BYTES):
-                os.pwrite(plain, page, offset)
+            file.begin_write(offset + PAGE_BYTES)
+            os.pwrite(plain, page, offset)
+            file.end_write()
             assert os.pread(plain, PAGE_BYTES, offset) == page
             versions.append(file.keep())
         stop.set()
