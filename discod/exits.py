@@ -27,6 +27,8 @@ class Exit(IntEnum):
     SOCKET_PATH_TOO_LONG = 22
     FAULTS_UNUSABLE = 23
     """The file that ``DISCOD_FAULTS`` names, for tests, cannot be read or has a bad rule."""
+    ACTIVATION_UNUSABLE = 24
+    """The sockets that the service manager has passed are not the daemon's two."""
     FORCED = 30
     """A second signal came before the drain that the first one began had ended."""
 

@@ -15,6 +15,7 @@ How many connections a process may have is in :mod:`discod.io_connections`.
 
 import contextlib
 import os
+import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -56,12 +57,13 @@ class Router:
 
     Args:
         path: The socket; a file there is replaced. Its mode is the caller's to set.
+        passed: A socket that listens there already: it is used, and its file left as it is.
 
     Raises:
         OSError: The path cannot be bound.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, passed: socket.socket | None = None) -> None:
         self._endpoint = f"ipc://{path}"
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -78,6 +80,8 @@ class Router:
         self._monitor = self._context.socket(zmq.PAIR)
         self._monitor.set(zmq.RCVHWM, 1)  # added to the 1,000 that libzmq has on its side
         self._monitor.connect(events)
+        if passed is not None:
+            self._socket.set(zmq.USE_FD, passed.detach())  # libzmq's from now on, file excepted
         umask = os.umask(0o177)
         try:
             self._socket.bind(self._endpoint)

@@ -24,6 +24,7 @@ from functools import partial
 from typing import cast
 
 from discod import __version__, checksum, faults
+from discod.activation import passed_sockets
 from discod.admission import Admission, Admitted, Device
 from discod.budget import Budget
 from discod.chores import Chores
@@ -38,6 +39,7 @@ from discod.health import Outages
 from discod.io_connections import IoConnections, Owner
 from discod.logs import RateLimited
 from discod.loop import Loop, Timer
+from discod.notify import ServiceManager
 from discod.permits import Permits
 from discod.router import MAX_REQUEST_BYTES, Router
 from discod.socket_dir import SocketDir
@@ -98,13 +100,16 @@ class Server:
         self._config = config
         descriptors = Descriptors(_raise_fd_limit())
         _check_fd_limit(descriptors, config)
-        self._socket_dir = SocketDir(config.socket_dir, config.allow_gids)
+        passed = passed_sockets()
+        socket_dir = config.socket_dir if passed is None else passed.directory
+        self._socket_dir = SocketDir(socket_dir, config.allow_gids, passed)
         io = faults.from_environment()
         directories = [Directory(path, io) for path in config.scratch]
         self._ram = Budget(config.ram_bytes or default_ram_bytes())
         free = ((directory.device, directory.free_bytes()) for directory in directories)
         self._disk = Budget(config.disk_bytes or default_disk_bytes(free))
         self._loop = Loop()
+        self._manager = ServiceManager(self._loop)
         self._chores = Chores(self._loop.post)
         self._record = WriteRecord(config.scratch, self._chores)
         self._writes = self._make_writes()
@@ -126,7 +131,7 @@ class Server:
         self._gpus = Gpus(self._loop)
         listener = self._socket_dir.listen()
         try:
-            self._router = Router(self._socket_dir.io_path)
+            self._router = Router(self._socket_dir.io_path, None if passed is None else passed.io)
             self._socket_dir.open_to_clients()
         except (OSError, StartupError) as error:
             listener.close()
@@ -187,6 +192,7 @@ class Server:
         if self._config.exit_idle_seconds:
             first = max(self._config.exit_idle_seconds, FIRST_CLIENT_SECONDS)
             self._idle_timer = self._loop.call_later(first, self._idle)
+        self._manager.ready()
         try:
             self._loop.run(self._more)
             _log.info("discod ends: %s", signal.strsignal(self._signal) if self._signal else "idle")
@@ -310,6 +316,7 @@ class Server:
 
     def _clients_changed(self) -> None:
         self._stop_when_drained()
+        self._manager.clients(self._clients.count)
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         if self._config.exit_idle_seconds and not self._clients.count:
@@ -345,6 +352,7 @@ class Server:
 
     def _drain(self) -> None:
         """Step 1 of the drained exit."""
+        self._manager.stopping()
         name = signal.strsignal(self._signal)
         _log.info("%s: %d requests in flight", name, self._clients.in_flight)
         self._clients.stop_accepting()

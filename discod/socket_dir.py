@@ -8,6 +8,7 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from discod.activation import Passed
 from discod.exits import Exit, StartupError
 from discod.locks import Locked, lock_directory
 from discod.wire.paths import SocketPathTooLong, socket_paths
@@ -30,14 +31,16 @@ class SocketDir:
             - one: sockets 0660 of that group, directory 0710 of that group;
             - several: sockets 0666, directory 0711. A socket has one group, so that here the check
               of the peer's credentials (:mod:`discod.permits`) stands alone.
+        passed: Sockets in it that somebody else has made: they are used as they are.
 
     Raises:
         StartupError: It cannot be used.
     """
 
-    def __init__(self, path: Path, gids: Sequence[int] = ()) -> None:
+    def __init__(self, path: Path, gids: Sequence[int] = (), passed: Passed | None = None) -> None:
         self.path = path
         self._gids = gids
+        self._passed = passed
         try:
             self.attach_path, self.io_path = socket_paths(path)
         except SocketPathTooLong as error:
@@ -48,8 +51,9 @@ class SocketDir:
             if made:
                 self._let_clients_in(self._lock_fd, (0o700, 0o710, 0o711))
             self._check_owner()
-            for socket_path in (self.attach_path, self.io_path):
-                self._remove_stale(socket_path)
+            if passed is None:
+                for socket_path in (self.attach_path, self.io_path):
+                    self._remove_stale(socket_path)
         except Locked as error:
             raise StartupError(
                 Exit.SOCKET_LOCKED,
@@ -61,6 +65,8 @@ class SocketDir:
 
     def listen(self) -> socket.socket:
         """The attach socket, accepting connections from now on. Raises ``StartupError``."""
+        if self._passed is not None:
+            return self._passed.attach
         listener = socket.socket(
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
         )
@@ -78,6 +84,8 @@ class SocketDir:
     def open_to_clients(self) -> None:
         """Give both sockets, which are bound by now, their group and mode. Raises
         ``StartupError``."""
+        if self._passed is not None:
+            return
         try:
             for path in (self.attach_path, self.io_path):
                 self._let_clients_in(path, (0o600, 0o660, 0o666))
@@ -85,7 +93,9 @@ class SocketDir:
             raise self.unusable(error) from error
 
     def remove_sockets(self) -> None:
-        """Unlink both sockets; never raises."""
+        """Unlink both sockets, unless they were passed; never raises."""
+        if self._passed is not None:
+            return
         for path in (self.attach_path, self.io_path):
             with contextlib.suppress(OSError):
                 path.unlink()

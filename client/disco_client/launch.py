@@ -122,5 +122,8 @@ def reap() -> None:
 
 _OWN_OPTIONS = frozenset({"DISCOD_SCRATCH", "DISCOD_SOCKET_DIR", "DISCOD_EXIT_IDLE"})
 """Given on the command line instead."""
-_OF_THIS_PROCESS = frozenset({"CUDA_VISIBLE_DEVICES"})
-"""What the daemon, which is for all processes of the node, must not take from this one."""
+_OF_THIS_PROCESS = frozenset(
+    {"CUDA_VISIBLE_DEVICES", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS"}
+)
+"""What the daemon, which is for all processes of the node, must not take from this one: devices,
+and what a service manager said to this process."""

@@ -136,14 +136,20 @@ class Monitor(Generic[_Dropped]):
     def _settle(self) -> None:
         """Take in every reply, copy and drop, and tell the waiters when there were any."""
         copies = self._copies
-        if not (self._dropped or copies.pending) and self._link.quiet():
+        quiet = self._link.quiet()  # then neither drain() nor check(), which cost more, need look
+        if quiet and not (self._dropped or copies.pending):
             return
         changed = False
-        while self._link.drain() or self._dropped or (copies.pending and copies.settle()):
+        while (
+            (not quiet and self._link.drain())
+            or self._dropped
+            or (copies.pending and copies.settle())
+        ):
             changed = True
             while self._dropped:
                 self._take_drop(self._dropped.popleft())
-        self._link.check(blocked=False)
+        if not quiet:
+            self._link.check(blocked=False)
         if changed:
             self.tell_waiters()
 

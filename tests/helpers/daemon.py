@@ -45,6 +45,7 @@ class Daemon:
         log_path: Where its stderr goes.
         prefix: A command that execs the daemon, such as ``unshare``.
         env: More environment.
+        pass_fds: What it inherits, for ``prefix`` to do something with.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Daemon:
         log_path: Path,
         prefix: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         directories = [scratch] if isinstance(scratch, Path) else list(scratch)
         self.scratch = directories[0] if directories else Path()
@@ -70,6 +72,7 @@ class Daemon:
                 stdout=log,
                 stderr=log,
                 env=os.environ | dict(env or {}),
+                pass_fds=tuple(pass_fds),
             )
         self.pid = self._process.pid
 

@@ -37,7 +37,8 @@ def start_daemon(
 ) -> Iterator[Callable[..., Daemon]]:
     """``start_daemon(*args, scratch=..., socket_dir=...)``: a daemon that is ready.
 
-    ``ready=False`` returns it at once; ``prefix`` and ``env`` are as in :class:`Daemon`.
+    ``ready=False`` returns it at once; ``prefix``, ``env`` and ``pass_fds`` are as in
+    :class:`Daemon`.
     """
     daemons: list[Daemon] = []
 
@@ -47,6 +48,7 @@ def start_daemon(
         socket_dir: Path = socket_dir,
         prefix: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
         ready: bool = True,
     ) -> Daemon:
         daemon = Daemon(
@@ -56,6 +58,7 @@ def start_daemon(
             log_path=tmp_path / f"daemon-{len(daemons)}.log",
             prefix=prefix,
             env=env,
+            pass_fds=pass_fds,
         )
         daemons.append(daemon)
         if ready:
