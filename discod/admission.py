@@ -73,6 +73,7 @@ class Admission:
         loop: The event loop.
         closer: Closes what clients handed over.
         descriptors: The limit on fds.
+        forgotten: Called when files were freed that had been kept for a client to come back.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Admission:
         loop: Loop,
         closer: Closer,
         descriptors: Descriptors,
+        forgotten: Callable[[], None],
     ) -> None:
         self._devices = devices
         self._ram = ram
@@ -92,7 +94,8 @@ class Admission:
         self._closer = closer
         self._descriptors = descriptors
         self._held: set[Inode] = set()
-        self.parking = Parking(loop, chores, self._held.difference_update)
+        self._forgotten = forgotten
+        self.parking = Parking(loop, chores, self._unparked)
 
     def admit(
         self,
@@ -162,6 +165,10 @@ class Admission:
         """What was admitted has been freed."""
         self._ram.release(arena_bytes)
         self._held -= {file.scratch.inode for file in files}
+
+    def _unparked(self, inodes: Iterable[Inode]) -> None:
+        self._held.difference_update(inodes)
+        self._forgotten()
 
     def _check(
         self,
@@ -283,8 +290,13 @@ def inodes_of(attach: Attach, fds: Sequence[int]) -> set[Inode]:
     """
     if not fds or (attach.resume and len(fds) < 2) or (not attach.resume and len(fds) != 1):
         raise Inadmissible(f"an attach with {len(fds)} fds: a fault of the client")
+    return scratch_inodes(fds[1:])
+
+
+def scratch_inodes(fds: Sequence[int]) -> set[Inode]:
+    """As :func:`inodes_of`, of scratch files alone."""
     inodes = set()
-    for fd in fds[1:]:
+    for fd in fds:
         if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_PATH:
             raise Inadmissible("a scratch file that it hands back is open: a fault of the client")
         known = stat_known(fd)

@@ -23,6 +23,7 @@ from discod.wire.codec import WireError
 from discod.wire.fds import receive_alone, receive_message, send_message
 from discod.wire.messages import (
     Attach,
+    GiveUp,
     Hello,
     Message,
     Refused,
@@ -90,6 +91,9 @@ class Host(Protocol):
 
     def attach(self, handshake: "Handshake", attach: Attach, fds: list[int]) -> None:
         """Decide about a client. Calls ``accept`` or ``refuse`` in the end; owns ``fds``."""
+
+    def give_up(self, peer: "Peer", fds: list[int]) -> None:
+        """A client that had these scratch files will not come back; owns ``fds``."""
 
 
 class Handshake:
@@ -173,7 +177,9 @@ class Handshake:
                     )
                     return
                 close = partial(self._host.closer.close, uid=self.peer.uid)
-                request, fds = receive_message(self._connection, Attach, StatusRequest, close=close)
+                request, fds = receive_message(
+                    self._connection, Attach, StatusRequest, GiveUp, close=close
+                )
                 self._request(request, fds)
             else:
                 self._hello(receive_alone(self._connection, Hello))
@@ -198,9 +204,12 @@ class Handshake:
             self._greeted = True
             self._send(self._host.welcome())
 
-    def _request(self, request: Attach | StatusRequest, fds: list[int]) -> None:
+    def _request(self, request: Attach | StatusRequest | GiveUp, fds: list[int]) -> None:
         peer = self.peer
-        if not isinstance(request, Attach):
+        if isinstance(request, GiveUp):
+            self._host.give_up(peer, fds)  # only of what is this very process's
+            self.drop()
+        elif not isinstance(request, Attach):
             self._host.closer.close(fds, peer.uid)
             self._send(StatusReply(self._host.status()))
             self.drop()

@@ -13,9 +13,12 @@ What becomes of its files (:class:`End`): A client whose process has ended, or t
 detaches, has given up what it has on disk, and one that breaks the protocol loses it: the files are
 emptied at once, even if somebody still has fds of them. Any other may come back and resume, whoever
 has hung up: it does when its I/O connection breaks, or when it has not had the answer to an attach
-in time that was decided in its favour. Its files are parked until then (:mod:`discod.parking`).
+in time that was decided in its favour. Its files are parked until then (:mod:`discod.parking`), or
+until it says on a new connection that it gives them up. What it says on its lifeline counts as long
+as it could say it: where the daemon hangs up, it first takes no more, and then reads what is there.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -26,7 +29,13 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
-from discod.admission import Admission, Admitted, Inadmissible, inodes_of
+from discod.admission import (
+    Admission,
+    Admitted,
+    Inadmissible,
+    inodes_of,
+    scratch_inodes,
+)
 from discod.attach import Handshake, Peer
 from discod.chores import Chores
 from discod.closer import Closer
@@ -70,6 +79,7 @@ class Client:
     Attributes:
         resumed: Whether it was attached to this or an earlier daemon before.
         io_fd: libzmq's fd of its I/O connection, once a message has come.
+        given_up: Whether it said, while it was leaving, that it will not come back.
     """
 
     tenant: Tenant
@@ -78,6 +88,7 @@ class Client:
     peer: Peer
     resumed: bool
     io_fd: int | None = None
+    given_up: bool = False
 
     @property
     def owner(self) -> Owner:
@@ -145,6 +156,11 @@ class Clients:
         return len(self._clients) + len(self._handshakes)
 
     @property
+    def awaited(self) -> int:
+        """Clients that are gone, and whose files are kept since they may come back."""
+        return len(self._admission.parking)
+
+    @property
     def in_flight(self) -> int:
         """Requests of all clients that are not answered."""
         return sum(client.tenant.in_flight for client in self._clients.values())
@@ -188,6 +204,36 @@ class Clients:
             self._waiting.append((handshake, attach, fds))
         else:
             self._admit(handshake, attach, fds)
+
+    def give_up(self, peer: Peer, fds: list[int]) -> None:
+        """A process will not come back for these files (:class:`discod.attach.Host`).
+
+        Wherever they are by now: with a client that is not known to be gone, on the way to the
+        parking, there, or about to be let in again.
+        """
+        try:
+            self._forget(scratch_inodes(fds), (peer.pid, peer.uid))
+        except (Inadmissible, OSError) as error:
+            _log.warning("pid %d (uid %d) gives up no files: %s", peer.pid, peer.uid, error)
+        finally:
+            self.closer.close(fds, peer.uid)  # until here no other file can have their numbers
+
+    def _forget(self, inodes: set[Inode], owner: Owner) -> None:
+        if not inodes:  # as those that attach for the first time have
+            return
+        coming = [handshake for handshake, its in self._admitting.items() if its == inodes]
+        coming += [h for h, attach, fds in self._waiting if inodes_of(attach, fds) == inodes]
+        for handshake in coming:
+            if _owner(handshake) == owner:
+                handshake.drop()
+        for client in list(self._clients.values()):
+            its = {file.scratch.inode for file in client.tenant.files}
+            if client.owner == owner and its == inodes:
+                client.given_up = True
+                self._close(client, "it has given up its files", End.GONE)
+        lot = self._admission.parking.find(inodes, lent=True)
+        if lot is not None and lot.owner == owner:
+            self._admission.parking.give_up(lot)
 
     def hang_up(self, client: Client, reason: str, end: End) -> None:
         """Close a client that is still there, because of ``reason``."""
@@ -338,6 +384,8 @@ class Clients:
     def _close(self, client: Client, reason: str, end: End) -> None:
         if client.tenant.closing:
             return
+        if end is End.LOST and _has_detached(client.lifeline):
+            reason, end = "it detached", End.GONE
         self._loop.remove_reader(client.lifeline.fileno())
         if client.peer.pidfd is not None:
             self._loop.remove_reader(client.peer.pidfd)
@@ -347,6 +395,8 @@ class Clients:
 
     def _quiet(self, client: Client, reason: str, end: End) -> None:
         """Nothing of the client runs any more."""
+        if client.given_up:
+            end = End.GONE
         free = client.tenant.unmap if end is End.LOST else client.tenant.free
         self._chores.submit(free, partial(self._freed, client, reason, end))
 
@@ -356,7 +406,10 @@ class Clients:
             _log.error("%s: not all of it could be freed: %s", tenant.who, outcome)
         if end is End.LOST:
             self._admission.released(tenant.arena_bytes, ())
-            self._admission.parking.add(tenant.files, client.owner, client.peer.give_pidfd())
+            pidfd = client.peer.give_pidfd()
+            lot = self._admission.parking.add(tenant.files, client.owner, pidfd)
+            if client.given_up:
+                self._admission.parking.give_up(lot)
         else:
             self._admission.released(tenant.arena_bytes, tenant.files)
         client.peer.close()
@@ -375,6 +428,15 @@ class Clients:
         waiting, self._waiting = self._waiting, []
         for handshake, attach, fds in waiting:
             self.attach(handshake, attach, fds)
+
+
+def _has_detached(lifeline: socket.socket) -> bool:
+    """Whether the client has said that it goes for good; if it says so from now on, it fails."""
+    with contextlib.suppress(OSError, WireError):
+        lifeline.shutdown(socket.SHUT_RD)
+        receive_alone(lifeline, Detach)
+        return True
+    return False
 
 
 def _owner(handshake: Handshake) -> Owner:

@@ -3,8 +3,13 @@
 The engine knows no clients and no ZeroMQ: an owner is any hashable, and the end of a job is a
 callback that it posts to the event loop. What a piece does is in :mod:`discod.transfer`, what
 runs next in :mod:`discod.schedule`.
+
+No thread ends by itself: an error that some jobs can be blamed for is theirs; any other, which can
+only be a bug, is raised on the event loop (:class:`EngineFailed`) and ends the daemon. Fewer
+threads, or none, would go on as if nothing were wrong, and trainers wait for ever.
 """
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -13,6 +18,8 @@ from typing import Any, Protocol
 
 from discod.io import Io
 from discod.schedule import Entry, Priority, Schedule
+
+_log = logging.getLogger(__name__)
 
 MOST_HELD = 256
 """Small jobs that wait for more: as many as run together, and some milliseconds of the loop."""
@@ -50,6 +57,10 @@ class Post(Protocol):
 
 class Cancelled(Exception):
     """The job was cancelled. Unless its owner was dropped, no piece of it ever ran."""
+
+
+class EngineFailed(Exception):
+    """A thread of an engine has failed at no job's own work, and has ended."""
 
 
 class Job(Entry):
@@ -218,6 +229,21 @@ class Engine:
     def _serve(self) -> None:
         # Signals belong to the main thread; here one would only cut a system call short.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001  nobody else would ever hear of it
+            name = threading.current_thread().name
+            _log.critical("I/O thread %s has failed: the daemon ends", name, exc_info=True)
+            failure = EngineFailed(
+                f"I/O thread {name} has failed ({error!r}), so that what is queued may never run: "
+                "the daemon ends. Trainers keep what they have and go on with the next daemon. "
+                "This is a bug of discod; please report it with the log"
+            )
+            failure.__cause__ = error
+            self._post(partial(_raise, failure))
+
+    def _work(self) -> None:
+        """Run pieces until :meth:`stop`."""
         bell = threading.Lock()
         bell.acquire()
         while (piece := self._next(bell)) is not None:
@@ -235,7 +261,8 @@ class Engine:
                 piece = self._schedule.pop()
                 if piece is not None:
                     job, start, length = piece
-                    joined = self._schedule.join(job) if length == job.size_bytes else []
+                    joined: list[Job] = []
+                    failure = self._join(job, joined) if length == job.size_bytes else None
                     other = self._bell()
                 elif self._stopping:
                     return None
@@ -245,7 +272,29 @@ class Engine:
                 bell.acquire()
                 continue
             _ring(other)
-            return job, start, length, joined
+            if failure is None:
+                return job, start, length, joined
+            jobs = [job, *joined]
+            del piece, job, joined
+            self._fail(jobs, failure)
+            del jobs, failure
+
+    def _join(self, job: Job, joined: list[Job]) -> Exception | None:
+        """Take what can run together with ``job``; why that has failed. Needs the lock."""
+        try:
+            self._schedule.join(job, joined)
+        except Exception as error:  # noqa: BLE001  that of the job, or of one next to it
+            return error
+        return None
+
+    def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
+        """Answer jobs that were taken, of which nothing has run."""
+        _log.error("jobs could not be put together", exc_info=error)
+        with self._lock:
+            # The leader's place among the threads is given up last.
+            for job in [*jobs[1:], jobs[0]]:
+                self._finish(job, error)
+        self._end(jobs)
 
     def _run(self, job: Job, start: int, length: int) -> None:
         error: BaseException | None = None
@@ -304,6 +353,10 @@ class Engine:
                 except BaseException as failure:  # noqa: BLE001  any failure is the job's alone
                     job.error = failure
         self._end(jobs)
+
+
+def _raise(error: EngineFailed) -> None:
+    raise error
 
 
 def _ring(bell: "threading.Lock | None") -> None:

@@ -6,7 +6,7 @@ import logging
 from discod.engine import Cancelled
 from discod.logs import RateLimited
 from discod.scratch_file import ScratchFile, ScratchFull, Unopened
-from discod.transfer import Corrupt, OutOfUse, Short
+from discod.transfer import Corrupt, OutOfUse, PastTheEnd
 from discod.wire.messages import Failed, Failure, Read, Write
 from discod.wire.sizes import format_size
 
@@ -38,11 +38,17 @@ def failed(request: Write | Read, file: ScratchFile, error: BaseException, who: 
         case Corrupt():
             kind = Failure.CORRUPT
             text = f"{what}: not what was written there (by its checksum); check the device"
+        case PastTheEnd():
+            # The device has done what it was asked for, and the kernel has nothing to say of it.
+            kind = Failure.IO
+            text = (
+                f"{what} goes past the end of its file: {error.strerror}. What was asked for was "
+                "never written, or the file was cut off from outside; its bytes are lost"
+            )
         case OSError():
             kind = Failure.DISK_FULL if code in _NO_ROOM else Failure.IO
             reason = f"{what} failed: {error.strerror} (errno {code})"
-            past_the_end = isinstance(error, Short) and isinstance(request, Read)
-            if not past_the_end and not isinstance(error, Unopened):
+            if not isinstance(error, Unopened):
                 file.health.note(error, reason)
             text = f"{reason}; see the kernel's log"
         case _:

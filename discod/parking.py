@@ -3,8 +3,8 @@
 A client whose I/O connection is lost comes back within moments and needs what is in its files.
 Until then they stay open here and counted in the quota: its own ``O_PATH`` fds keep their blocks on
 the disk, so that counting them as free would let it have the quota again and again. When its
-process has ended, or where that cannot be told (no pidfd) after ``WAIT_SECONDS``, they are emptied
-and released.
+process has ended, or says that it gives them up, or where the end of a process cannot be told (no
+pidfd) after ``WAIT_SECONDS``, they are emptied and released.
 
 Its arena is not kept: that is memory of its own process, which only the daemon's mapping counted in
 ``--ram``.
@@ -62,7 +62,11 @@ class Parking:
         self._released = released
         self._lots: list[Lot] = []
 
-    def add(self, files: Sequence[File], owner: Owner, pidfd: int | None) -> None:
+    def __len__(self) -> int:
+        """Clients that may come back."""
+        return len(self._lots)
+
+    def add(self, files: Sequence[File], owner: Owner, pidfd: int | None) -> Lot:
         """Keep a client's files. ``pidfd``, from now on the lot's, tells of its end."""
         lot = Lot(files, owner, pidfd)
         others = [other for other in self._lots if other.owner == owner and not other.lent]
@@ -74,11 +78,12 @@ class Parking:
             lot.timer = self._loop.call_later(WAIT_SECONDS, ended)
         else:
             self._loop.add_reader(pidfd, ended)
+        return lot
 
-    def find(self, inodes: set[Inode]) -> Lot | None:
-        """The lot that has exactly these files, unless somebody is just about to have them."""
+    def find(self, inodes: set[Inode], *, lent: bool = False) -> Lot | None:
+        """The lot that has exactly these files; ``lent``: also if somebody is about to have them."""
         for lot in self._lots:
-            if lot.files.keys() == inodes and not lot.lent:
+            if lot.files.keys() == inodes and (lent or not lot.lent):
                 return lot
         return None
 
@@ -96,6 +101,11 @@ class Parking:
         """It is let in, and the files are a tenant's again."""
         self._lots.remove(lot)
         self._forget(lot)
+
+    def give_up(self, lot: Lot) -> None:
+        """Its client will not come back."""
+        if not lot.ended:
+            self._ended(lot)
 
     def _ended(self, lot: Lot) -> None:
         self._forget(lot)

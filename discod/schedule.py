@@ -178,16 +178,20 @@ class Schedule(Generic[E]):
             self._writes_running += 1
         return entry, start, length
 
-    def join(self, entry: E) -> list[E]:
+    def join(self, entry: E, joined: list[E] | None = None) -> list[E]:
         """Take also the jobs that can run in one piece with ``entry``, of which all was just taken.
 
         These are the next ones of its owner and class that extend its extent, upwards or downwards,
         up to a chunk in all. :meth:`finish` must follow for each. Urgent reads run alone:
         somebody waits for that one.
+
+        Args:
+            entry: What was taken.
+            joined: Where to put them, at once: it has them also when this raises.
         """
+        joined = [] if joined is None else joined
         if entry.file is None or entry.priority is Priority.URGENT:
-            return []
-        joined: list[E] = []
+            return joined
         queues = self._classes[entry.priority]
         start, end = entry.offset, entry.offset + entry.size_bytes
         while (other := queues.next_of(entry.owner)) is not None and len(joined) < MOST_JOINED:

@@ -156,6 +156,7 @@ class Server:
                 self._loop,
                 closer,
                 descriptors,
+                self._clients_changed,
             ),
             Permits(config.allow_gids),
             closer,
@@ -319,13 +320,18 @@ class Server:
         self._manager.clients(self._clients.count)
         if self._idle_timer is not None:
             self._idle_timer.cancel()
-        if self._config.exit_idle_seconds and not self._clients.count:
+        if self._config.exit_idle_seconds and not self._in_use:
             after = self._config.exit_idle_seconds
             self._idle_timer = self._loop.call_later(after, self._idle)
 
+    @property
+    def _in_use(self) -> bool:
+        """Whether there is anybody, or may come back for what is kept here."""
+        return bool(self._clients.count or self._clients.awaited)
+
     def _idle(self) -> None:
-        if self._clients.count:
-            # Someone is just attaching, or asks for the status.
+        if self._in_use:
+            # Someone is just attaching, or asks for the status, or is awaited.
             self._idle_timer = self._loop.call_later(1.0, self._idle)
         else:
             self._loop.stop()

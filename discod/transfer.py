@@ -21,7 +21,11 @@ class Corrupt(Exception):
 
 
 class Short(OSError):
-    """A call has moved nothing on. A read's: its end is beyond that of the file."""
+    """A call has moved nothing on."""
+
+
+class PastTheEnd(OSError):
+    """A read beyond the end of the file: nobody has written there, or it was cut off."""
 
 
 class OutOfUse(Exception):
@@ -132,7 +136,13 @@ class ReadBlob:
 
     def _read(self, io: Io, offset: int, buffers: Sequence[memoryview]) -> None:
         self.file.check_open(os.O_RDONLY)
-        _whole(io.preadv, self.file.fd, buffers, offset)
+        try:
+            _whole(io.preadv, self.file.fd, buffers, offset)
+        except Short as error:
+            size = os.fstat(self.file.fd).st_size
+            if offset + sum(map(len, buffers)) > size:
+                raise PastTheEnd(errno.EIO, f"the file ends at {size}") from error
+            raise
         if not self.file.direct:
             _drop_pages(self.file.fd, offset, sum(map(len, buffers)))
 

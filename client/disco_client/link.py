@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 
 from disco_client.errors import DaemonError, DaemonLost, DaemonNotRunning, afresh
-from disco_client.greeting import HANDSHAKE_SECONDS, Greeting
+from disco_client.greeting import HANDSHAKE_SECONDS, Call, Greeting
 from disco_client.io_connection import IoConnection
 from discod.wire.fds import send_message
 from discod.wire.messages import Detach, Ping, Reply, Request
@@ -123,6 +123,13 @@ class Link:
             self._send_some()
         return seq
 
+    def _ping(self) -> None:
+        """Ask for any answer, ahead of what waits behind ``MOST_SENT`` others to be sent."""
+        seq = self._next_seq
+        self._next_seq += 1
+        self._pending[seq] = _Pending(Ping, lambda reply: None)
+        self._send(seq)
+
     def enroll(self, name: Hashable, make: Callable[[int, int], Request], answer: Answer) -> bool:
         """As :meth:`request`, to this daemon and to each one after it.
 
@@ -216,14 +223,16 @@ class Link:
 
     def close(self) -> None:
         """Detach for good: the daemon frees everything of this client."""
-        if self.lost:
+        said = False
+        if not self.lost:
+            with contextlib.suppress(OSError):  # it has hung up
+                send_message(self._lifeline, Detach())
+                said = True
+            self._close_connection()
+        if not said:
             # One that is still there keeps the files until it hears of us, or this process ends.
             with contextlib.suppress(DaemonError, OSError):
-                self._open(Greeting(self.socket_dir, BRIEF_SECONDS))
-        if not self.lost:
-            with contextlib.suppress(OSError):  # it is gone, and so is what it had
-                send_message(self._lifeline, Detach())
-            self._close_connection()
+                Call(self.socket_dir, BRIEF_SECONDS).give_up(self._scratch_fds)
         for fd in (*self._scratch_fds, self._wake_fd):
             os.close(fd)
         self._scratch_fds = []
@@ -264,9 +273,11 @@ class Link:
 
     def _send_some(self) -> None:
         while self._unsent and self._unanswered < MOST_SENT:
-            seq = self._unsent.popleft()
-            self._io.send(self._pending[seq].make(seq, self._epoch))
-            self._unanswered += 1
+            self._send(self._unsent.popleft())
+
+    def _send(self, seq: int) -> None:
+        self._io.send(self._pending[seq].make(seq, self._epoch))
+        self._unanswered += 1
 
     def _hung_up(self) -> bool:
         """Whether the daemon has closed the lifeline, or the I/O connection is not what it was."""
@@ -322,7 +333,7 @@ class Link:
         if self._asked_at is None:
             if now - self._last_word >= 1.0:
                 self._asked_at = now
-                self.request(lambda seq, epoch: Ping(seq, epoch), lambda reply: None)
+                self._ping()
         elif now - self._asked_at > self.reply_timeout:
             silent = now - self._asked_at
             self._asked_at = None

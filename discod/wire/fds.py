@@ -20,6 +20,7 @@ Close = Callable[[Iterable[int]], None]
 
 M = TypeVar("M", bound=Message)
 N = TypeVar("N", bound=Message)
+O = TypeVar("O", bound=Message)  # noqa: E741  the third of M, N, O
 
 
 def close_all(fds: Iterable[int]) -> None:
@@ -41,6 +42,10 @@ def receive_message(
 def receive_message(
     connection: socket.socket, one: type[M], other: type[N], /, *, close: Close = ...
 ) -> tuple[M | N, list[int]]: ...
+@overload
+def receive_message(
+    connection: socket.socket, one: type[M], other: type[N], third: type[O], /, *, close: Close = ...
+) -> tuple[M | N | O, list[int]]: ...
 def receive_message(
     connection: socket.socket, /, *expected: type[Any], close: Close = close_all
 ) -> tuple[Any, list[int]]:

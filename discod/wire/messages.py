@@ -10,6 +10,8 @@ packet a message, some with fds:
 3. The connection then stays open and silent: it is the lifeline.
 4. client: :class:`Detach` and close, when it goes for good. A lifeline that closes without it,
    while its process lives, is that of a client that will resume.
+5. client, if it goes for good after its lifeline has closed: on a new connection :class:`Hello` and
+   :class:`GiveUp` with its scratch fds, and close. It awaits no answer, and gets none.
 
 ``discod status`` sends :class:`StatusRequest` in place of step 2 and gets :class:`StatusReply`.
 
@@ -111,6 +113,14 @@ class Refused:
 @dataclass(frozen=True, slots=True)
 class Detach:
     """Client, on its lifeline: it will not come back, and what it has on disk is of no use."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Client, instead of attaching: it will not come back. fds: each scratch file that it had.
+
+    For a client whose lifeline has closed, and whose files are kept until it resumes.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +300,7 @@ RingRequest = OpenRing | CloseRing | CopyOut | CopyIn
 Request = Write | Read | Promote | Cancel | Trim | Ping | RingRequest
 Reply = Done | Failed
 Message = (
-    (Hello | Welcome | Attach | Attached | Refused | Detach)
+    (Hello | Welcome | Attach | Attached | Refused | Detach | GiveUp)
     | (StatusRequest | StatusReply)
     | (Request | Reply)
 )
@@ -304,6 +314,7 @@ VERBS: dict[int, type[Message]] = {
     6: StatusRequest,
     7: StatusReply,
     8: Detach,
+    9: GiveUp,
     16: Write,
     17: Read,
     18: Promote,

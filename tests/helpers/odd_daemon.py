@@ -3,6 +3,7 @@
 Each oddity is ``NAME`` or ``NAME=VALUE``:
 
 probe: seconds between probes of a directory that is out of use, in place of 30.
+broken: the schedule of what runs next raises, whenever something is queued: a bug.
 strict: every read, write and reservation must be of whole pages, at whole pages of file and memory,
 or fails with EINVAL, as on the strictest device.
 """
@@ -16,7 +17,9 @@ from functools import partial
 
 from discod import faults, health
 from discod.cli import main as discod
+from discod.engine import Job
 from discod.io import Io
+from discod.schedule import Schedule
 from discod.wire import PAGE_BYTES
 
 _Transfer = Callable[[int, Sequence[memoryview], int], int]
@@ -57,6 +60,11 @@ def _require_pages(*numbers: int) -> None:
         raise OSError(errno.EINVAL, f"{os.strerror(errno.EINVAL)}: not in whole pages: {numbers}")
 
 
+def _broken(schedule: Schedule[Job]) -> None:
+    if schedule.ready:
+        raise RuntimeError("the schedule is broken")
+
+
 def main() -> None:
     """Replace what the arguments before ``--`` say, and be the daemon of the command after it."""
     end = sys.argv.index("--")
@@ -65,6 +73,8 @@ def main() -> None:
         match name:
             case "probe":
                 health.PROBE_SECONDS = float(value)
+            case "broken":
+                Schedule.pop = _broken  # type: ignore[method-assign,assignment]
             case "strict":
                 faults.from_environment = partial(strict, faults.from_environment())
             case _:

@@ -123,7 +123,13 @@ def test_what_does_not_take_it_out_of_use(pair: Pair, raw_client: Connect) -> No
         for reply in (client.write(0, 0, MIB), client.read(0, 0, MIB)):
             assert isinstance(reply, Done) == (fault == "short")
         assert pair.in_use() == [True, True]
-    assert client.read(1 << 40, 0, MIB).kind == "io", "beyond the end"
+    for offset in (1 << 40, pair.daemon.status()["disk_used_bytes"]):
+        failed = client.read(offset, 0, MIB)
+        assert failed.kind == "io"
+        assert f"read of 1.0 MiB at {offset}" in failed.text
+        assert "past the end of its file: the file ends at" in failed.text
+        for wrong in ("Input/output error", "kernel", "transferred"):
+            assert wrong not in failed.text, "the device is not to blame"
     assert pair.in_use() == [True, True]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from discod.budget import Budget
 from discod.checksum import Mode
-from discod.engine import Cancelled, Engine, Job
+from discod.engine import Cancelled, Engine, EngineFailed, Job
 from discod.io import Io
 from discod.schedule import Priority
 from discod.scratch_file import ScratchFile
@@ -532,3 +532,65 @@ def test_buffered_files_are_written_back(tmp_path: Path) -> None:
     for engine in bench.engines:
         engine.stop()
     bench.file.close(discard=True)
+
+
+class Apart:
+    """In place of a file that cannot be told from another one."""
+
+    def __init__(self) -> None:
+        self.fails = True
+
+    def __ne__(self, other: object) -> bool:
+        if self.fails:
+            raise RuntimeError("these cannot be compared")
+        return self is not other
+
+    def __eq__(self, other: object) -> bool:
+        return not self != other
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize("good", [0, 1, 2])
+def test_an_error_before_a_piece_is_answered(bench: Bench, good: int) -> None:
+    """The thread would end without a word, and so would the next one, until nothing is served.
+
+    ``good`` jobs are put together with the leader before the one that cannot be.
+    """
+    engine = bench.engine(threads=2)
+    jobs = side_by_side(bench, *[bytearray(PAGE_BYTES) for _ in range(good + 2)])
+    apart = Apart()
+    jobs[-1].file = apart
+    for _ in range(3):  # more often than there are threads
+        bench.ended.clear()
+        for job in jobs:
+            job.taken_bytes, job.error, job.joined = 0, None, False
+        apart.fails = True
+        submit_together(engine, jobs)
+        bench.wait(*jobs[:-1])
+        assert all("cannot be compared" in str(job.error) for job in jobs[:-1])
+        bench.wait(*jobs)
+        assert jobs[-1].error is None, "it was not taken yet, and runs by itself"
+    assert bench.run(engine, bench.job(bytearray(CHUNK))).error is None
+
+
+def test_a_thread_does_not_end_unseen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon would go on with fewer threads, and at last none: trainers wait for ever."""
+    engine = bench.engine(threads=2)
+    raised: list[BaseException] = []
+
+    def post(*callbacks: Callable[[], None]) -> None:
+        for callback in callbacks:
+            try:
+                callback()
+            except EngineFailed as error:
+                raised.append(error)
+
+    def pop() -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(engine, "_post", post)
+    monkeypatch.setattr(engine._schedule, "pop", pop)
+    engine.submit(bench.job(bytearray(CHUNK)))
+    eventually(lambda: raised)
+    assert "a bug" in str(raised[0])
