@@ -81,7 +81,7 @@ class Parking:
         return lot
 
     def find(self, inodes: set[Inode], *, lent: bool = False) -> Lot | None:
-        """The lot that has exactly these files; ``lent``: also if somebody is about to have them."""
+        """The lot that has exactly these files; with ``lent`` also one that is lent."""
         for lot in self._lots:
             if lot.files.keys() == inodes and (lent or not lot.lent):
                 return lot

@@ -15,6 +15,12 @@ is about to wait does not, when ``changes`` has moved since it looked (:meth:`Mo
 *Why an interrupt cannot leave half a change.* A KeyboardInterrupt may come between any two
 instructions. One that comes inside a section leaves the monitor torn, and every later call says so
 instead of going on; waits and copies, where nearly all of the time is spent, are outside.
+
+*Why an interrupt cannot leave a poller behind.* One that is not there would have all others sleep,
+and :meth:`Monitor.close` wait for it. It is set inside of the ``try`` whose ``finally`` undoes it by
+one store, which needs no lock and comes before anything that a signal could interrupt. Nobody who
+sleeps holds the lock or takes it to wake up: a condition's ``wait`` does, and an interrupt there
+would end in a release of what another thread holds.
 """
 
 import contextlib
@@ -62,10 +68,10 @@ class Monitor(Generic[_Dropped]):
         self._take_drop = take_drop
         self._copies = copies
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._bells: list[threading.Lock] = []
+        """Of the threads that sleep; each is held, and released once, by whoever takes it out."""
         self._holder: int | None = None
         self._poller: int | None = None
-        self._sleepers = 0
         self._torn = False
         self._closed = False
         self._dropped: deque[_Dropped] = deque()
@@ -156,8 +162,7 @@ class Monitor(Generic[_Dropped]):
     def tell_waiters(self) -> None:
         """Something changed that another thread may wait for."""
         self.changes += 1
-        if self._sleepers:
-            self._changed.notify_all()
+        self._ring()
         if self._poller is not None:
             self._link.wake()
 
@@ -172,30 +177,44 @@ class Monitor(Generic[_Dropped]):
             timeout = min(timeout, POLL_SECONDS)
         timeout = min(timeout, max(0.0, deadline - time.monotonic()))
         me = threading.get_ident()
-        with self._lock:
-            if self.changes != seen or self._closed or self._link.stirred:
-                return
-            if self._poller not in (None, me):
-                self._sleep(timeout)
-                return
-            self._poller = me
+        bell = None
+        before = self._poller  # this thread itself, in a signal handler in the middle of its wait
+        polls = False
         try:
-            self._link.wait(timeout)
+            with self._lock:
+                if self.changes != seen or self._closed or self._link.stirred:
+                    return
+                if self._poller in (None, me):
+                    before, self._poller, polls = self._poller, me, True
+                else:
+                    bell = self._new_bell()
+            if bell is None:
+                self._link.wait(timeout)
+            else:
+                bell.acquire(timeout=timeout)
         except OSError:
             if not self._closed:  # by a signal handler, in the middle of the wait
                 raise
         finally:
-            with self._lock:
-                self._poller = None
-                self._changed.notify_all()
+            if polls:
+                self._poller = before
+                with self._lock:
+                    self._ring()
+            elif bell is not None:
+                with self._lock, contextlib.suppress(ValueError):  # it was rung
+                    self._bells.remove(bell)
 
-    def _sleep(self, timeout: float) -> None:
-        """Until another thread tells of a change; the lock is held before and after."""
-        self._sleepers += 1
-        try:
-            self._changed.wait(timeout)
-        finally:
-            self._sleepers -= 1
+    def _new_bell(self) -> threading.Lock:
+        """What :meth:`_ring` releases; the caller holds the lock, and waits when it does not."""
+        bell = threading.Lock()
+        bell.acquire()
+        self._bells.append(bell)
+        return bell
+
+    def _ring(self) -> None:
+        """Wake those that sleep; the caller holds the lock."""
+        while self._bells:
+            self._bells.pop().release()
 
     def close(self, detach: Callable[[], None]) -> None:
         """Refuse all further calls, and ``detach`` when no thread polls the link any more.
@@ -206,12 +225,15 @@ class Monitor(Generic[_Dropped]):
         self._closed = True
         if me in (self._holder, self._poller):
             return
-        with self._lock:
-            while self._poller is not None:  # its fds must stay open until that thread is off them
-                self._link.wake()
-                self._sleep(1.0)
-            self._changed.notify_all()
-            detach()
+        while True:
+            with self._lock:
+                self._ring()
+                if self._poller is None:
+                    detach()
+                    return
+                self._link.wake()  # its fds must stay open until that thread is off them
+                bell = self._new_bell()
+            bell.acquire(timeout=1.0)
 
     def drop(self, what: _Dropped) -> None:
         """For finalizers: ``what`` is taken in now, or by whoever is in a section."""

@@ -20,7 +20,7 @@ Close = Callable[[Iterable[int]], None]
 
 M = TypeVar("M", bound=Message)
 N = TypeVar("N", bound=Message)
-O = TypeVar("O", bound=Message)  # noqa: E741  the third of M, N, O
+P = TypeVar("P", bound=Message)
 
 
 def close_all(fds: Iterable[int]) -> None:
@@ -44,8 +44,14 @@ def receive_message(
 ) -> tuple[M | N, list[int]]: ...
 @overload
 def receive_message(
-    connection: socket.socket, one: type[M], other: type[N], third: type[O], /, *, close: Close = ...
-) -> tuple[M | N | O, list[int]]: ...
+    connection: socket.socket,
+    one: type[M],
+    other: type[N],
+    third: type[P],
+    /,
+    *,
+    close: Close = ...,
+) -> tuple[M | N | P, list[int]]: ...
 def receive_message(
     connection: socket.socket, /, *expected: type[Any], close: Close = close_all
 ) -> tuple[Any, list[int]]:

@@ -8,13 +8,13 @@ import socket
 from collections.abc import Callable
 from typing import Any, cast
 
-from discod.attach import Handshake
+from discod.attach import Handshake, Peer
 from discod.closer import Closer
 from discod.loop import Loop
 from discod.permits import Permits
 from discod.wire import PROTOCOL_VERSION
 from discod.wire.codec import encode
-from discod.wire.messages import Attach, Hello, Message, Ping, StatusRequest, Welcome
+from discod.wire.messages import Attach, GiveUp, Hello, Message, Ping, StatusRequest, Welcome
 from tests.fuzz.source import Source
 
 MESSAGES: tuple[Message, ...] = (
@@ -23,6 +23,7 @@ MESSAGES: tuple[Message, ...] = (
     Attach(4096, 0, "x", False),
     Attach(-1, -1, "", True),
     StatusRequest(),
+    GiveUp(),
     Ping(1, 1),
 )
 PACKETS = tuple(map(encode, MESSAGES))
@@ -63,6 +64,11 @@ class Server:
 
     def status(self) -> str:
         return "{}"
+
+    def give_up(self, peer: Peer, fds: list[int]) -> None:
+        """Nobody has anything."""
+        for fd in fds:
+            os.close(fd)
 
     def attach(self, handshake: Handshake, attach: Attach, fds: list[int]) -> None:
         self.attaches += 1

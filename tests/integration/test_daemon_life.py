@@ -18,6 +18,7 @@ from discod.server import DRAIN_SECONDS
 from discod.wire.fds import send_message
 from discod.wire.messages import Attach, Done, Ping, Read, Refused, Reply, Write
 from discod.wire.paths import ATTACH_SOCKET, IO_SOCKET
+from tests.helpers import odd_daemon
 from tests.helpers.daemon import Daemon, eventually, shm_entries
 from tests.helpers.raw_client import MIB, RawClient, attach, greet, make_arena
 
@@ -411,6 +412,23 @@ class TestSignals:
         assert daemon.wait() == Exit.FORCED
         assert time.monotonic() - began < 1
         assert os.listdir(daemon.socket_dir) == []
+
+
+def test_a_broken_engine_ends_the_daemon(
+    start_daemon: Start, raw_client: Connect, socket_dir: Path
+) -> None:
+    """It would go on without its I/O threads, and all trainers wait for it for ever."""
+    daemon = start_daemon(prefix=odd_daemon.prefix("broken"))
+    client = raw_client(daemon)
+    client.send(Write, file=0, offset=0, slot=0, length=MIB)
+    assert daemon.wait() == Exit.CRASHED
+    assert "I/O thread io-0-" in daemon.log
+    assert "the schedule is broken" in daemon.log
+    again = start_daemon()
+    client.detach()
+    client.attach(socket_dir)
+    assert isinstance(client.write(0, 0, MIB), Done)
+    assert again.status()["clients"]
 
 
 def answers_until_the_end(client: RawClient) -> dict[int, Reply]:

@@ -16,11 +16,14 @@ import pytest
 from discod import __version__
 from discod.config import FIRST_CLIENT_SECONDS
 from discod.exits import Exit
+from discod.wire.messages import Done
 from discod.wire.paths import ATTACH_SOCKET, IO_SOCKET
 from discod.wire.sizes import format_size
 from tests.helpers.daemon import Daemon, eventually
 from tests.helpers.raw_client import RawClient
 from tests.integration.conftest import privileged_or_skip
+
+ROOT = Path(__file__).parents[2]
 
 Start = Callable[..., Daemon]
 Connect = Callable[..., RawClient]
@@ -288,6 +291,19 @@ class TestManners:
         assert "O_DIRECT" in daemon.log
 
 
+LOST = """
+import sys; from pathlib import Path
+from tests.helpers.raw_client import RawClient
+client = RawClient(Path(sys.argv[1]))
+client.write(0, 0, 4096)
+client.dealer.close(linger=0)
+assert client.lifeline.recv(1) == b""
+client.detach()
+print("lost", flush=True)
+sys.stdin.read()
+"""
+
+
 class TestExitIdle:
     def test_after_the_last_client(
         self, start_daemon: Start, socket_dir: Path, raw_client: Connect
@@ -309,6 +325,41 @@ class TestExitIdle:
         with pytest.raises(subprocess.TimeoutExpired):
             daemon.wait(1)
         assert daemon.status()["clients"] == []
+
+    def test_not_while_a_client_may_come_back(
+        self, start_daemon: Start, raw_client: Connect
+    ) -> None:
+        """What a living trainer has on disk would depend on its being quick to attach again."""
+        daemon = start_daemon("--exit-idle", "0.2")
+        client = raw_client(daemon)
+        client.arena[:4096] = b"x" * 4096
+        token = client.write(0, 0, 4096).checksum
+        client.dealer.close(linger=0)
+        assert client.lifeline.recv(1) == b""
+        client.detach()
+        with pytest.raises(subprocess.TimeoutExpired):
+            daemon.wait(1.5)
+        assert daemon.status()["clients"] == []
+        client.attach(daemon.socket_dir)
+        assert isinstance(client.read(0, 4096, 4096, token), Done)
+        assert client.arena[4096:8192] == b"x" * 4096
+        client.close()
+        assert daemon.wait(5) == 0
+
+    def test_once_it_cannot_come_back(self, start_daemon: Start, tmp_path: Path) -> None:
+        """A daemon that a trainer has started would stay for ever after the trainer's death."""
+        daemon = start_daemon("--exit-idle", "0.2")
+        command = [sys.executable, "-c", LOST, str(daemon.socket_dir)]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "lost\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            daemon.wait(0.7)
+        process.kill()
+        process.communicate()
+        assert daemon.wait(5) == 0
 
 
 class TestStatus:

@@ -22,6 +22,7 @@ import torch
 import disco_client
 from disco_client import connection, link
 from tests.helpers.daemon import eventually, shm_entries
+from tests.helpers.faults import Rules
 from tests.helpers.jobs import Rank, run_job
 from tests.helpers.models import GPT, plain_checkpoint
 from tests.helpers.training import train
@@ -156,6 +157,80 @@ def test_io_connection_breaks_alone(daemon: Any, attach: Attach) -> None:
     assert time.monotonic() - began < 5
     # The last one is noticed at the next call.
     eventually(lambda: disco_client.stats() and len(daemon.status()["clients"]) == 1)
+
+
+@pytest.mark.parametrize("noticed", ["before close()", "by close()"])
+def test_close_while_it_is_stopped_and_the_connection_broken(
+    start_daemon: Callable[..., Any], attach_to: Callable[..., None], noticed: str
+) -> None:
+    """It would keep the files of a trainer that has closed for as long as its process lives."""
+    daemon = start_daemon()
+    attach_to(daemon, arena="4MiB", min_bytes="4KiB")
+    manager = disco_client.DiskOffloadManager()
+    handles = [manager.save_tensor(torch.full((1 << 18,), float(i))) for i in range(12)]
+    for handle in handles:
+        manager.wait_for_save(handle, 10)
+    assert daemon.status()["disk_used_bytes"]
+    link = connection.current().session.link
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        manager.trigger_prefetch()
+        sever_io(daemon)
+        eventually(lambda: link._io.broken)
+        if noticed == "before close()":
+            disco_client.stats()
+            assert link.lost
+        began = time.monotonic()
+        disco_client.close()
+        assert time.monotonic() - began < 5
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    eventually(lambda: not daemon.status()["clients"])
+    eventually(lambda: not daemon.status()["disk_used_bytes"])
+    eventually(lambda: not daemon.status()["ram_used_bytes"])
+
+
+def test_close_just_when_the_daemon_hangs_up(daemon: Any, attach: Attach) -> None:
+    """The same where the daemon was the first to notice, and the trainer has not called since."""
+    attach(arena="4MiB", min_bytes="4KiB")
+    manager = disco_client.DiskOffloadManager()
+    handles = [manager.save_tensor(torch.full((1 << 18,), float(i))) for i in range(12)]
+    for handle in handles:
+        manager.wait_for_save(handle, 10)
+    sever_io(daemon)
+    eventually(lambda: not daemon.status()["clients"])
+    assert daemon.status()["disk_used_bytes"], "kept, since it may come back"
+    disco_client.close()
+    eventually(lambda: not daemon.status()["disk_used_bytes"])
+
+
+def test_a_ping_does_not_wait_behind_writes(
+    start_daemon: Callable[..., Any], attach_to: Callable[..., None], tmp_path: Path
+) -> None:
+    """A daemon with a slow disk would be taken for a dead one, by what waits behind its queue."""
+    rules = Rules(tmp_path / "rules")
+    daemon = start_daemon(env=rules.environment)
+    attach_to(daemon, arena="2MiB", min_bytes="4KiB", reply_timeout=0.2)
+    manager = disco_client.DiskOffloadManager(save_workers=100, prefetch_size=100)
+    rules.set("pwritev delay=1000")
+    with mock.patch.object(link, "MOST_SENT", 2):
+        tensors = [torch.full((1 << 12,), float(i)) for i in range(250)]
+        saved: list[Any] = []
+        saver = threading.Thread(
+            target=lambda: saved.extend(manager.save_tensor(tensor) for tensor in tensors)
+        )
+        saver.start()
+        one = connection.current().session.link
+        eventually(lambda: len(one._unsent) > 0)
+        pings = []
+        with mock.patch.object(one, "_ping", lambda ping=one._ping: pings.append(ping())):
+            # Each is sent only when the one before it was answered.
+            eventually(lambda: len(pings) > 1 or not saver.is_alive())
+        rules.clear()
+        saver.join(20)
+    assert len(saved) == len(tensors), "the save has failed"
+    for handle, tensor in zip(saved, tensors, strict=True):
+        assert torch.equal(manager.load_tensor(handle), tensor)
 
 
 def test_daemon_that_does_not_come_back(daemon: Any, attach: Attach) -> None:

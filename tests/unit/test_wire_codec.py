@@ -155,6 +155,7 @@ def test_verb_ids_never_change() -> None:
         6: "StatusRequest",
         7: "StatusReply",
         8: "Detach",
+        9: "GiveUp",
         16: "Write",
         17: "Read",
         18: "Promote",

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from discod.wire.messages import Done, Refused, Write
+from discod.wire import PROTOCOL_VERSION
+from discod.wire.fds import send_message
+from discod.wire.messages import Attach, Detach, Done, GiveUp, Hello, Read, Refused, Write
+from discod.wire.paths import socket_paths
 from tests.helpers.daemon import Daemon, eventually
-from tests.helpers.raw_client import MIB, RawClient, attach, make_arena
+from tests.helpers.raw_client import MIB, RawClient, attach, greet, make_arena
 
 Start = Callable[..., Daemon]
 Connect = Callable[..., RawClient]
@@ -96,6 +100,83 @@ def test_parked_until_the_process_ends(daemon: Daemon) -> None:
     process.send_signal(signal.SIGKILL)
     process.communicate()
     eventually(lambda: used(daemon) == 0)
+
+
+def test_what_a_client_says_before_it_is_hung_up_on(daemon: Daemon, raw_client: Connect) -> None:
+    """Its files would be kept until its process ends, though it has said that it is through."""
+    for _ in range(5):
+        client = raw_client(daemon)
+        client.write(0, 0, 8 * MIB)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            client.send(Read, file=0, offset=0, slot=0, length=MIB, checksum=b"", urgent=True)
+            client.dealer.close(linger=100)
+            client.context.term()
+            send_message(client.lifeline, Detach())
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        eventually(lambda: used(daemon) == 0)
+
+
+def give_up(daemon: Daemon, *files: int) -> None:
+    """As a client does that has lost its lifeline."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
+        one.connect(str(socket_paths(daemon.socket_dir)[0]))
+        one.shutdown(socket.SHUT_RD)
+        send_message(one, Hello(PROTOCOL_VERSION, "test"))
+        send_message(one, GiveUp(), files)
+
+
+STRANGER = """
+import sys; from pathlib import Path
+from types import SimpleNamespace
+from tests.integration.hostile.test_accounts import give_up
+give_up(SimpleNamespace(socket_dir=Path(sys.argv[1])), *map(int, sys.argv[2:]))
+"""
+
+
+def test_given_up(daemon: Daemon, raw_client: Connect) -> None:
+    """Wherever the files are just then, they must go; and only by the word of their own client."""
+    client = raw_client(daemon)
+    client.write(0, 0, 8 * MIB)
+    command = [sys.executable, "-c", STRANGER, str(daemon.socket_dir), *map(str, client.files)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(command, pass_fds=client.files, cwd=ROOT, env=env, check=True)
+    give_up(daemon)  # of no files: of nobody's
+    assert isinstance(client.read(0, 0, MIB), Done), "another process has given them up"
+    lose(client)
+    eventually(lambda: not daemon.status()["clients"])
+    subprocess.run(command, pass_fds=client.files, cwd=ROOT, env=env, check=True)
+    give_up(daemon)
+    assert used(daemon) >= 8 * MIB
+    give_up(daemon, *client.files)
+    eventually(lambda: used(daemon) == 0)
+    assert os.fstat(client.files[0]).st_blocks == 0
+    other = raw_client(daemon)
+    other.write(0, 0, 8 * MIB)
+    give_up(daemon, *other.files)  # and it has not hung up yet
+    eventually(lambda: used(daemon) == 0)
+    assert other.lifeline.recv(1) == b""
+
+
+def test_given_up_while_it_comes_back(daemon: Daemon, raw_client: Connect) -> None:
+    """A close() that follows a resume which was too slow: whichever is served first."""
+    for _ in range(5):
+        client = raw_client(daemon)
+        client.write(0, 0, 8 * MIB)
+        lose(client)
+        lifeline, _ = greet(daemon.socket_dir)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            attach = Attach(client.arena_bytes, -1, "test", resume=True)
+            send_message(lifeline, attach, [client.arena_fd, *client.files])
+            lifeline.close()
+            give_up(daemon, *client.files)
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        eventually(lambda: used(daemon) == 0)
+        assert not daemon.status()["clients"]
+        assert not daemon.status()["ram_used_bytes"]
 
 
 def test_resume_that_is_refused_leaves_them_parked(daemon: Daemon, raw_client: Connect) -> None:
