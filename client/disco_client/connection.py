@@ -2,34 +2,24 @@
 
 import atexit
 import contextlib
-import logging
 import math
 import os
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from disco_client import environment, summary
-from disco_client.arena import HUGE_PAGE_BYTES, Arena
 from disco_client.cuda import cuda_over_ipc
 from disco_client.devices.known import Devices
-from disco_client.errors import DaemonNotRunning, DiscodError, UsageError
-from disco_client.greeting import Greeting
+from disco_client.errors import DiscodError, UsageError
 from disco_client.hooks import Packer
 from disco_client.interrupts import Interrupts
-from disco_client.job import local_ranks
-from disco_client.launch import SETTLE_SECONDS, Launcher
-from disco_client.link import Link
+from disco_client.opening import Ledger, Opening
 from disco_client.session import Session
 from disco_client.stats import Stats
 from disco_client.store import Store
-from discod.wire.sizes import format_size
-
-_log = logging.getLogger(__name__)
-
-_POLL_SECONDS = 0.02
+from disco_client.uninterrupted import Task
 
 TRANSPORTS = ("auto", "shared-memory", "cuda-ipc")
 
@@ -46,12 +36,13 @@ class Connection:
     session: Session
     store: Store
     packer: Packer
-    launcher: Launcher | None
-    interrupts: Interrupts
+    opening: Opening
 
 
 _connection: Connection | None = None
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may close() in the middle of connect()
+_ledger = Ledger()
+_interrupts = Interrupts()
 
 
 def connect(
@@ -97,6 +88,7 @@ def connect(
 
     Raises:
         DaemonNotRunning: Nothing listens there, or the daemon that was started has ended.
+        NoDescriptors: This process may not open as many fds as it takes.
         DaemonError: Another leaf says why the daemon will not serve this process.
         UsageError: Already attached.
         ValueError: A size, number, transport or timeout is malformed.
@@ -122,18 +114,30 @@ def connect(
                 "so these settings were not applied; call connect() before anything else, or "
                 "close() first"
             )
-        _connection = _attach(
+        _close_leftovers()
+        opening = Opening(
             _socket_dir(socket_dir),
             _scratch_dirs(scratch),
             arena_bytes,
-            min_bytes,
-            over_ipc=over_ipc,
-            keep_on_device=keep_on_device,
-            staging_bytes=staging_bytes,
             reconnect_timeout=reconnect_timeout,
             reply_timeout=reply_timeout,
             start_timeout=start_timeout,
         )
+        _ledger.add(opening)
+        try:
+            _connection = _attach(
+                opening,
+                min_bytes,
+                over_ipc=over_ipc,
+                keep_on_device=keep_on_device,
+                staging_bytes=staging_bytes,
+            )
+        except BaseException:
+            _connection = None
+            _interrupts.leave()
+            _close_leftovers()
+            raise
+        _interrupts.watch()
 
 
 def current() -> Connection:
@@ -172,103 +176,35 @@ def close() -> None:
                 with _lock:
                     _connection = _connection or connection
             raise
-        connection.interrupts.leave()
-        if connection.launcher is not None:
-            connection.launcher.close()
+    with _lock:
+        if _connection is None:
+            _interrupts.leave()
+        _close_leftovers()
+
+
+def _close_leftovers() -> None:
+    """Close what the connection, if there is one, does not use; ``_lock`` is held."""
+    connection = _connection
+    _ledger.close_all_but(None if connection is None else connection.opening)
 
 
 def _attach(
-    socket_dir: Path,
-    scratch: list[Path],
-    arena_bytes: int | None,
+    opening: Opening,
     min_bytes: int,
     *,
     over_ipc: bool,
     keep_on_device: int | None,
     staging_bytes: int | None,
-    reconnect_timeout: float,
-    reply_timeout: float,
-    start_timeout: float,
 ) -> Connection:
-    launcher = Launcher(scratch, socket_dir) if scratch else None
-    greeting = _greet(socket_dir, launcher, start_timeout)
-    try:
-        segment = Arena(_default_arena(greeting) if arena_bytes is None else arena_bytes)
-    except BaseException:
-        greeting.close()
-        raise
-    try:
-        link = Link(
-            greeting,
-            segment.fd,
-            segment.size_bytes,
-            reconnect_timeout=reconnect_timeout,
-            reply_timeout=reply_timeout,
-            restart=launcher.ensure if launcher else _leave_to_others,
-        )
-    except BaseException:
-        segment.close()
-        raise
-    _log.info(
-        "attached to discod %s (pid %d) in %s: arena %s, scratch %s",
-        greeting.welcome.version,
-        greeting.welcome.pid,
-        socket_dir,
-        format_size(segment.size_bytes),
-        ", ".join(link.directories),
-    )
-    if scratch and {os.path.realpath(d) for d in link.directories} != set(
-        map(os.path.realpath, scratch)
-    ):
-        _log.warning(
-            "a daemon was running already (pid %d), with scratch %s, so %s is not used; end that "
-            "one first, or give this job another socket_dir",
-            greeting.welcome.pid,
-            ", ".join(link.directories),
-            ", ".join(map(str, scratch)),
-        )
-    devices = Devices(segment, staging_bytes)
-    session = Session(segment, link, devices, keep_on_device)
+    arena, link = opening.open()
+    devices = Devices(arena, staging_bytes)
+    session = Session(arena, link, devices, keep_on_device)
     if over_ipc:
         limit = devices.limit_bytes
-        devices.make("cuda", lambda unit: cuda_over_ipc(session, segment, unit, limit))
+        devices.make("cuda", lambda unit: cuda_over_ipc(session, arena, unit, limit))
     store = Store(session, devices)
-    interrupts = Interrupts()
-    interrupts.watch()
-    return Connection(session, store, Packer(store, min_bytes), launcher, interrupts)
-
-
-def _greet(socket_dir: Path, launcher: Launcher | None, start_timeout: float) -> Greeting:
-    """The daemon's greeting, after starting one if that is asked for and there is none."""
-    try:
-        return Greeting(socket_dir)
-    except DaemonNotRunning:
-        if launcher is None:
-            raise
-    launcher.ensure()
-    deadline = time.monotonic() + start_timeout
-    failed_at: float | None = None
-    while True:
-        time.sleep(_POLL_SECONDS)
-        try:
-            return Greeting(socket_dir)
-        except DaemonNotRunning:
-            launcher.poll()
-            now = time.monotonic()
-            if launcher.failure and failed_at is None:
-                failed_at = now
-            if now > deadline or (failed_at is not None and now > failed_at + SETTLE_SECONDS):
-                raise launcher.error(socket_dir) from None
-
-
-def _default_arena(greeting: Greeting) -> int:
-    welcome = greeting.welcome
-    ranks = local_ranks()
-    if ranks is None:  # a script, a notebook, an evaluation: others may come, and need some too
-        share = welcome.ram_free_bytes // 2
-    else:
-        share = min(welcome.ram_bytes // ranks, welcome.ram_free_bytes)
-    return max(HUGE_PAGE_BYTES, share // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+    opening.session = session
+    return Connection(session, store, Packer(store, min_bytes), opening)
 
 
 def _socket_dir(socket_dir: str | os.PathLike[str] | None) -> Path:
@@ -283,17 +219,13 @@ def _scratch_dirs(scratch: ScratchDirs | None) -> list[Path]:
     return [Path(part) for part in scratch]
 
 
-def _leave_to_others() -> None:
-    """The daemon was not started here, so it is not restarted here."""
-
-
 def _after_fork_in_child() -> None:
     """The attachment is the parent's: the child has none, and makes its own at first use."""
     global _connection, _lock
-    connection, _connection = _connection, None
-    _lock = threading.Lock()
-    if connection is not None:
-        connection.session.after_fork()
+    _connection = None
+    _lock = threading.RLock()
+    Task.after_fork()
+    _ledger.after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -44,6 +44,10 @@ class SocketForbidden(DaemonError, PermissionError):
     """The socket belongs to another user, or its mode keeps this process out."""
 
 
+class NoDescriptors(DaemonError):
+    """This process may not open as many file descriptors as an attachment takes."""
+
+
 class VersionMismatch(DaemonError):
     """The daemon speaks another version of the protocol."""
 

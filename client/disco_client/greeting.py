@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from disco_client.descriptors import require
 from disco_client.errors import (
     AttachRefused,
     DaemonError,
@@ -133,9 +134,11 @@ class Greeting(Call):
         VersionMismatch: Another protocol version.
         AttachRefused: The daemon refuses this user, or is shutting down.
         DaemonLost: It listens but does not answer.
+        NoDescriptors: It was not asked: there are too few fds left for what comes of it.
     """
 
     def __init__(self, socket_dir: Path, timeout: float = HANDSHAKE_SECONDS) -> None:
+        require()
         super().__init__(socket_dir, timeout)
         try:
             self.welcome = self._receive_welcome()
@@ -157,6 +160,8 @@ class Greeting(Call):
             resume=bool(scratch_fds),
         )
         try:
+            if not scratch_fds:
+                require(len(self.welcome.directories))
             send_message(self._lifeline, attach, [arena_fd, *scratch_fds])
             reply, fds = receive_message(self._lifeline, Attached, Refused)
         except (OSError, WireError) as error:

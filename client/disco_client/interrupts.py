@@ -37,12 +37,13 @@ class Interrupts:
         self._before: _Hook | None = None
 
     def watch(self) -> None:
-        """Begin; what other errors of finalizers lead to stays as it is."""
-        self._before = sys.unraisablehook
-        sys.unraisablehook = self._hook
+        """Begin; what other errors of finalizers lead to stays as it is. Idempotent."""
+        if sys.unraisablehook != self._hook:
+            self._before = sys.unraisablehook
+            sys.unraisablehook = self._hook
 
     def leave(self) -> None:
-        """End, unless somebody else has put a hook over ours by now, which then stays."""
+        """End, unless somebody else has put a hook over ours by now, which then stays. Idempotent."""
         if sys.unraisablehook == self._hook and self._before is not None:
             sys.unraisablehook = self._before
 

@@ -3,11 +3,18 @@
 ZeroMQ connects again by itself when a connection breaks, and says nothing of the requests and
 answers that were in it. They would be awaited for ever, so a connection that broke once is
 :attr:`IoConnection.broken` for good; :mod:`disco_client.link` then attaches anew.
+
+All connections of the process have one ZeroMQ context, and :meth:`IoConnection.close` leaves it: a
+signal that arrives at its end makes pyzmq forget it with its threads and fds, while sockets, which
+end at once, are closed by their collection too, wherever an interrupt lets go of them.
 """
 
 import contextlib
 import logging
+import os
 import select
+import threading
+import weakref
 from pathlib import Path
 
 import zmq
@@ -21,6 +28,12 @@ _EVENTS = int(zmq.EVENTS)
 _POLLIN = int(zmq.POLLIN)
 
 _log = logging.getLogger(__name__)
+
+_context: "zmq.Context[zmq.Socket[bytes]] | None" = None
+_dealers: "weakref.WeakSet[zmq.Socket[bytes]]" = weakref.WeakSet()
+"""Of the context, for as long as anybody has them, and by them their monitors."""
+_lock = threading.Lock()
+_of_parents: "list[zmq.Context[zmq.Socket[bytes]]]" = []
 
 
 class IoConnection:
@@ -51,10 +64,8 @@ class IoConnection:
             self._poll.register(fd, select.POLLIN)
 
     def _begin(self, path: Path, identity: bytes) -> None:
-        self._context = zmq.Context()
         with contextlib.ExitStack() as failed:
-            failed.callback(self._context.term)
-            self._dealer = self._context.socket(zmq.DEALER)
+            self._dealer = _new_dealer()
             failed.callback(self._dealer.close, linger=0)
             failed.callback(self._dealer.disable_monitor)
             self._dealer.set(zmq.IDENTITY, identity)
@@ -104,8 +115,42 @@ class IoConnection:
         return replies
 
     def close(self) -> None:
-        """Drop what was not sent."""
-        self._dealer.disable_monitor()
-        self._monitor.close(linger=0)
-        self._dealer.close(linger=0)
-        self._context.term()
+        """Drop what was not sent. Idempotent."""
+        if not self._dealer.closed:
+            self._dealer.disable_monitor()
+            self._monitor.close(linger=0)
+            self._dealer.close(linger=0)
+
+
+def _new_dealer() -> "zmq.Socket[bytes]":
+    global _context
+    with _lock:
+        if _context is None:
+            _context = zmq.Context()
+        dealer = _context.socket(zmq.DEALER)
+        _dealers.add(dealer)
+    return dealer
+
+
+def end_context() -> None:
+    """End libzmq's threads and close their fds, if no connection is open.
+
+    Not where a signal may arrive: it would leave both behind.
+    """
+    global _context
+    with _lock:
+        if _context is None or not all(dealer.closed for dealer in _dealers):
+            return
+        context, _context = _context, None
+    context.term()
+
+
+def _after_fork_in_child() -> None:
+    """The context is the parent's, whose threads are not here; it must not be collected either."""
+    global _context, _dealers, _lock
+    if _context is not None:
+        _of_parents.append(_context)
+    _context, _dealers, _lock = None, weakref.WeakSet(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

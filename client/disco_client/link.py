@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 
-from disco_client.errors import DaemonError, DaemonLost, DaemonNotRunning, afresh
+from disco_client.errors import DaemonError, DaemonLost, DaemonNotRunning, NoDescriptors, afresh
 from disco_client.greeting import HANDSHAKE_SECONDS, Call, Greeting
 from disco_client.io_connection import IoConnection
 from discod.wire.fds import send_message
@@ -201,6 +201,7 @@ class Link:
 
         Raises:
             DaemonLost: Away for ``reconnect_timeout``, or silent for ``reply_timeout``, seconds.
+            NoDescriptors: As DaemonLost, for want of fds; the next call may find some.
             DaemonError: It is back but will not take this client: what was on disk is lost.
         """
         now = time.monotonic()
@@ -222,7 +223,9 @@ class Link:
         return RETRY_SECONDS if self.lost else 1.0
 
     def close(self) -> None:
-        """Detach for good: the daemon frees everything of this client."""
+        """Detach for good: the daemon frees everything of this client. Idempotent."""
+        if self._wake_fd < 0:
+            return
         said = False
         if not self.lost:
             with contextlib.suppress(OSError):  # it has hung up
@@ -236,6 +239,7 @@ class Link:
         for fd in (*self._scratch_fds, self._wake_fd):
             os.close(fd)
         self._scratch_fds = []
+        self._wake_fd = -1
 
     def abandon(self) -> None:
         """After fork, in the child: drop the copies of fds; touch nothing of ZeroMQ.
@@ -319,9 +323,11 @@ class Link:
 
     def _give_up(self, failure: DaemonError, away: float) -> None:
         """Raise when a caller that is blocked should not wait any longer."""
-        if not isinstance(failure, DaemonNotRunning | DaemonLost):
+        if not isinstance(failure, DaemonNotRunning | DaemonLost | NoDescriptors):
             raise afresh(failure)
         if away > self.reconnect_timeout:
+            if isinstance(failure, NoDescriptors):
+                raise afresh(failure)
             raise DaemonLost(
                 f"the daemon on {self.socket_dir} went away and was not back within "
                 f"{self.reconnect_timeout:g} s (reconnect_timeout): what is on disk cannot be "

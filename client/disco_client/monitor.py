@@ -17,8 +17,8 @@ instructions. One that comes inside a section leaves the monitor torn, and every
 instead of going on; waits and copies, where nearly all of the time is spent, are outside.
 
 *Why an interrupt cannot leave a poller behind.* One that is not there would have all others sleep,
-and :meth:`Monitor.close` wait for it. It is set inside of the ``try`` whose ``finally`` undoes it by
-one store, which needs no lock and comes before anything that a signal could interrupt. Nobody who
+and :meth:`Monitor.close` wait for it. It is set inside of the ``try`` whose ``finally`` undoes it,
+by one store that needs no lock and comes before anything that a signal could interrupt. Nobody who
 sleeps holds the lock or takes it to wake up: a condition's ``wait`` does, and an interrupt there
 would end in a release of what another thread holds.
 """

@@ -34,6 +34,7 @@ from disco_client.residency import Group, Residency
 from disco_client.staging import POLL_SECONDS, NoUnits, Staging, Units
 from disco_client.stats import Counters, Stats
 from disco_client.transfers import Transfers
+from disco_client.uninterrupted import to_its_end
 from disco_client.waits import Wait, Waits
 from discod.wire import align_up
 
@@ -67,7 +68,9 @@ class Session:
         self._lending = Lending(arena, self._monitor.drop)
         self._waits = Waits()
         self.detaching = False
-        """Whether :meth:`close` has begun to let go, which is not done twice."""
+        """Whether :meth:`close` has begun to let go: there is no way back."""
+        self.detached = False
+        """Whether it has let go of everything."""
         self._attached = time.monotonic()
         self._cycles = 0
         self._pace = Pace(arena.size_bytes)
@@ -236,14 +239,20 @@ class Session:
         """Detach. Blobs that are still held are lost; tensors that were loaded stay valid.
 
         In a signal handler that has interrupted another call of this session, that call's fds
-        stay open until the process ends.
+        stay open until it is called once more. The same where it was interrupted itself.
         """
-        self._monitor.close(self._detach)
+        if not self.detached:
+            self._monitor.close(self._detach)
 
     def _detach(self) -> None:
+        """Each step may be done again: an interrupted one is, and those after it."""
         self.detaching = True
         self._units.close()
         self._staging.close()
+        to_its_end(self._close_fds)
+        self.detached = True
+
+    def _close_fds(self) -> None:
         self.link.close()
         self._arena.close()
 

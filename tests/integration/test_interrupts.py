@@ -118,7 +118,10 @@ def test_close_in_a_signal_handler(attach: Attach, daemon: Any, alarm: Callable[
         load_all(manager, handles)
     assert time.monotonic() - started < 10
     os.kill(daemon.pid, signal.SIGCONT)
-    session.link.close()  # what the interrupted call kept open, and the end of a process closes
+    assert not session.detached, "the interrupted call was still on its fds"
+    disco_client.close()
+    assert session.detached
+    eventually(lambda: not daemon.status()["clients"])
 
 
 def test_a_call_in_a_signal_handler_inside_another_call(attach: Attach) -> None:

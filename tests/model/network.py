@@ -196,6 +196,11 @@ class Dealer:
         self._monitor = Monitor(self)
         self._network = network
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self.FD < 0
+
     def set(self, option: int, value: Any) -> None:
         """IDENTITY counts."""
         if option == zmq.IDENTITY:

@@ -14,6 +14,7 @@ import logging
 import os
 import random
 import socket
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,6 +245,9 @@ class World:
             **{n: getattr(zmq, n) for n in ("Again", "ZMQError", "Event") if hasattr(zmq, n)},
         )
         self._put(io_connection, "zmq", kernel)
+        self._put(io_connection, "_context", None)
+        self._put(io_connection, "_dealers", weakref.WeakSet())
+        self._put(session, "to_its_end", lambda function: function())
         self._put(server, "Loop", lambda: SteppedLoop(self.clock))
         self._put(server, "Chores", SteppedChores)
         self._put(server, "Engine", SteppedEngine)

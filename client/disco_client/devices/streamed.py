@@ -81,9 +81,11 @@ class Streamed:
     def close(self) -> None:
         """As :meth:`interface.Device.close`."""
         with self._lock:
-            streams, self._streams = self._streams, {}
+            streams = dict(self._streams)
         for stream in streams.values():
             stream.synchronize()
+        with self._lock:  # only now: an interrupted close is done again
+            self._streams = {}
 
     def _allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
