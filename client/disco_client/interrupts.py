@@ -43,7 +43,7 @@ class Interrupts:
             sys.unraisablehook = self._hook
 
     def leave(self) -> None:
-        """End, unless somebody else has put a hook over ours by now, which then stays. Idempotent."""
+        """End, unless somebody else has put a hook over ours by now; idempotent."""
         if sys.unraisablehook == self._hook and self._before is not None:
             sys.unraisablehook = self._before
 

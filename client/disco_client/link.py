@@ -327,6 +327,7 @@ class Link:
             raise afresh(failure)
         if away > self.reconnect_timeout:
             if isinstance(failure, NoDescriptors):
+                self._next_attempt = 0.0  # the caller may have closed some by the next call
                 raise afresh(failure)
             raise DaemonLost(
                 f"the daemon on {self.socket_dir} went away and was not back within "

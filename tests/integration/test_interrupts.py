@@ -1,11 +1,14 @@
 """Ctrl-C and signal handlers at any moment: the call works, or says clearly why it does not."""
 
+import contextlib
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,27 +16,37 @@ import torch
 
 import disco_client
 from disco_client import connection
+from tests.helpers import nursery
 from tests.helpers.daemon import eventually
+from tests.helpers.jobs import ROOT
 
 Attach = Callable[..., None]
 
 
-@pytest.fixture
-def alarm() -> Iterator[Callable[[Callable[[], object], float], None]]:
-    """``alarm(action, seconds)`` runs ``action`` in a signal handler of this thread, once."""
-    before = signal.getsignal(signal.SIGUSR1)
-    timers: list[threading.Timer] = []
+def alarm(call: Callable[[], object], action: Callable[[], object], seconds: float) -> None:
+    """``call()``, and in the midst of it, once, ``action()`` in a signal handler of this thread.
 
-    def arm(action: Callable[[], object], seconds: float) -> None:
-        signal.signal(signal.SIGUSR1, lambda number, frame: action())
-        timers.append(threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1)))
-        timers[-1].start()
+    Where the signal comes too late it does nothing: ``action`` must not reach the test's runner.
+    """
 
-    yield arm
-    for timer in timers:
+    def handle(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code is inside.__code__:
+                action()
+                return
+            frame = frame.f_back
+
+    def inside() -> None:
+        call()
+
+    signal.signal(signal.SIGUSR1, handle)  # and it stays: one that is late would end the process
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        inside()
+    finally:
         timer.cancel()
         timer.join()
-    signal.signal(signal.SIGUSR1, before)
 
 
 def interrupt() -> None:
@@ -58,20 +71,19 @@ def load_all(manager: disco_client.DiskOffloadManager, handles: list[Any]) -> No
 
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_at_any_moment(
-    attach: Attach, daemon: Any, alarm: Callable[..., None], seed: int
-) -> None:
+def test_an_interrupt_at_any_moment(attach: Attach, daemon: Any, seed: int) -> None:
     """Afterwards everything works, or every call says that it cannot. Nothing hangs or lies."""
     attach(arena="2MiB")
     manager = disco_client.DiskOffloadManager()
     save_and_load(manager)
     deadline = time.monotonic() + 1.0  # one that comes in a finalizer is printed, not raised
-    try:
-        alarm(interrupt, random.Random(seed).random() * 0.05)
+
+    def until_then() -> None:
         while time.monotonic() < deadline:
             save_and_load(manager)
-    except (KeyboardInterrupt, disco_client.UsageError):
-        pass
+
+    with contextlib.suppress(KeyboardInterrupt, disco_client.UsageError):
+        alarm(until_then, interrupt, random.Random(seed).random() * 0.05)
     manager.cleanup()
     try:
         save_and_load(manager)
@@ -85,9 +97,7 @@ def test_an_interrupt_at_any_moment(
     assert disco_client.stats().live_blobs <= 1
 
 
-def test_an_interrupt_while_waiting_leaves_all_well(
-    attach: Attach, daemon: Any, alarm: Callable[..., None]
-) -> None:
+def test_an_interrupt_while_waiting_leaves_all_well(attach: Attach, daemon: Any) -> None:
     """Ctrl-C mostly comes while a call waits; the session must then simply go on."""
     attach(arena="2MiB")
     manager = disco_client.DiskOffloadManager()
@@ -95,15 +105,14 @@ def test_an_interrupt_while_waiting_leaves_all_well(
     for handle in handles:
         manager.wait_for_save(handle, 10)
     os.kill(daemon.pid, signal.SIGSTOP)
-    alarm(interrupt, 0.2)
     with pytest.raises(KeyboardInterrupt):
-        load_all(manager, handles)
+        alarm(lambda: load_all(manager, handles), interrupt, 0.2)
     os.kill(daemon.pid, signal.SIGCONT)
     for handle, tensor in zip(handles, tensors(), strict=True):
         assert torch.equal(manager.load_tensor(handle), tensor)
 
 
-def test_close_in_a_signal_handler(attach: Attach, daemon: Any, alarm: Callable[..., None]) -> None:
+def test_close_in_a_signal_handler(attach: Attach, daemon: Any) -> None:
     """The usual handler of SIGTERM closes and exits, whatever it interrupts."""
     attach(arena="2MiB")
     manager = disco_client.DiskOffloadManager()
@@ -113,9 +122,8 @@ def test_close_in_a_signal_handler(attach: Attach, daemon: Any, alarm: Callable[
     os.kill(daemon.pid, signal.SIGSTOP)
     session = connection.current().session
     started = time.monotonic()
-    alarm(disco_client.close, 0.2)
     with pytest.raises(disco_client.HandleReleased, match="detached"):
-        load_all(manager, handles)
+        alarm(lambda: load_all(manager, handles), disco_client.close, 0.2)
     assert time.monotonic() - started < 10
     os.kill(daemon.pid, signal.SIGCONT)
     assert not session.detached, "the interrupted call was still on its fds"
@@ -158,3 +166,61 @@ def test_a_close_that_was_interrupted_can_be_repeated(
     eventually(lambda: not daemon.status()["clients"])
     eventually(lambda: not daemon.status()["disk_used_bytes"])
     del held
+
+
+ROUNDS = 100
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_shower_of_interrupts(daemon: Any, seed: int) -> None:
+    """Each Ctrl-C in connect() or close() would leave fds and threads until the process ends.
+
+    In a process of its own: none of them may reach this one.
+    """
+    command = (str(ROOT / "tests/helpers/shower.py"), daemon.socket_dir, str(seed), str(ROUNDS))
+    process = nursery.start(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        out, err = process.communicate(timeout=90)
+    finally:
+        process.close()
+    assert process.returncode == 0, err
+    seen, fds, threads, fds_then, threads_then = map(int, out.split())
+    assert seen > ROUNDS / 4, "too few to say anything"
+    assert fds_then <= fds, err
+    assert threads_then <= threads, err
+    eventually(lambda: not daemon.status()["clients"])
+    assert not daemon.status()["disk_used_bytes"]
+    assert not daemon.status()["ram_used_bytes"]
+
+
+def test_an_attach_that_is_interrupted_is_undone(daemon: Any) -> None:
+    """A daemon that is slow to answer: Ctrl-C must neither wait for it nor leave a client."""
+    os.kill(daemon.pid, signal.SIGSTOP)
+    fds = len(os.listdir("/proc/self/fd"))
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            alarm(lambda: disco_client.connect(daemon.socket_dir, arena="2MiB"), interrupt, 0.2)
+        assert time.monotonic() - began < 2
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    disco_client.connect(daemon.socket_dir, arena="2MiB")
+    save_and_load(disco_client.DiskOffloadManager())
+    assert len(daemon.status()["clients"]) == 1
+    disco_client.close()
+    eventually(lambda: not daemon.status()["clients"])
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= fds)
+
+
+def test_close_in_a_signal_handler_inside_connect(daemon: Any) -> None:
+    """It would wait for ever for the call that it has interrupted; or leave that one attached."""
+    os.kill(daemon.pid, signal.SIGSTOP)
+
+    def close() -> None:
+        disco_client.close()
+        os.kill(daemon.pid, signal.SIGCONT)
+
+    with pytest.raises(disco_client.UsageError, match="signal handler"):
+        alarm(lambda: disco_client.connect(daemon.socket_dir, arena="2MiB"), close, 0.2)
+    assert not disco_client.stats().saved_blobs
+    eventually(lambda: not daemon.status()["clients"])

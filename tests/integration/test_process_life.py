@@ -3,6 +3,7 @@
 import ast
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -190,6 +191,60 @@ print(stats.saved_blobs, *last)
 """
 
 
+LIMIT = """
+import os, resource, sys
+import torch, disco_client
+held = []
+def leave(free):
+    while held:
+        os.close(held.pop())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    try:
+        while True:
+            held.append(os.dup(0))
+    except OSError:
+        for _ in range(free):
+            os.close(held.pop())
+"""
+
+FEW = f"""{LIMIT}
+said = []
+for free in range(40):
+    leave(free)
+    try:
+        disco_client.connect(sys.argv[1], arena="2MiB")
+    except disco_client.NoDescriptors as error:
+        said.append(str(error))
+    else:
+        said.append("attached")
+        disco_client.close()
+leave(20)
+print(said)
+"""
+
+BACK = f"""{LIMIT}
+from types import SimpleNamespace
+from pathlib import Path
+from tests.integration.test_recovery import sever_io
+disco_client.connect(sys.argv[1], arena="2MiB", min_bytes="4KiB", reconnect_timeout=0.3)
+manager = disco_client.DiskOffloadManager()
+handles = [manager.save_tensor(torch.full((1 << 17,), float(i))) for i in range(12)]
+for handle in handles:
+    manager.wait_for_save(handle, 10)
+assert sever_io(SimpleNamespace(socket_dir=Path(sys.argv[1]))) == 1
+leave(3)
+try:
+    for handle in handles:
+        manager.load_tensor(handle)
+except disco_client.NoDescriptors as error:
+    print(error)
+leave(40)
+for number, handle in enumerate(handles):
+    assert bool((manager.load_tensor(handle) == number).all())
+print("loaded")
+"""
+
+
 class TestLimits:
     @pytest.mark.timeout(4000 if os.environ.get("DISCOD_TEST_LONG") == "1" else 120)
     def test_many_small_tensors_with_few_fds(self, start_daemon: Callable[..., Daemon]) -> None:
@@ -215,6 +270,42 @@ class TestLimits:
         assert err == ""
         eventually(lambda: not daemon.status()["clients"])
         eventually(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) <= fds + 1)
+
+    def test_too_few_fds_to_attach(self, daemon: Daemon) -> None:
+        """libzmq would end the trainer (SIGABRT) where it can make none for its threads."""
+        process = nursery.start("-c", FEW, daemon.socket_dir, stdout=subprocess.PIPE)
+        try:
+            out, _ = process.communicate(timeout=60)
+        finally:
+            process.close()
+        assert process.returncode == 0, out
+        said = ast.literal_eval(out)
+        assert said[0] != "attached", "with none at all"
+        assert said[-1] == "attached"
+        assert said == sorted(said, key=lambda text: text == "attached")
+        limits = [text for text in said if text != "attached"]
+        for text in limits:
+            found = re.search(
+                r"takes (\d+) .* open only (\d+) more \((\d+) are open.* (\d+), and", text
+            )
+            assert found, text
+            needed, free, used, limit = map(int, found.groups())
+            assert free < needed
+            assert free + used == limit == 200
+            for part in ("setrlimit", "ulimit -n", "not tried"):
+                assert part in text
+        eventually(lambda: not daemon.status()["clients"])
+
+    def test_too_few_fds_to_come_back(self, daemon: Daemon) -> None:
+        """The same when the connection broke, and some were opened since; nothing is lost."""
+        process = nursery.start("-c", BACK, daemon.socket_dir, stdout=subprocess.PIPE)
+        try:
+            out, _ = process.communicate(timeout=60)
+        finally:
+            process.close()
+        assert process.returncode == 0, out
+        assert "this process may open only" in out.splitlines()[0]
+        assert out.splitlines()[1] == "loaded"
 
     def test_no_room_for_the_arenas_memory(self, daemon: Daemon) -> None:
         """A limit on files' sizes, which memfds are too, would be a signal instead of an error."""
