@@ -168,7 +168,7 @@ def test_a_close_that_was_interrupted_can_be_repeated(
     del held
 
 
-ROUNDS = 100
+ROUNDS = 40
 
 
 @pytest.mark.parametrize("seed", range(2))
