@@ -19,11 +19,9 @@ as it could say it: where the daemon hangs up, it first takes no more, and then 
 """
 
 import contextlib
-import errno
 import logging
 import os
 import socket
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -40,28 +38,21 @@ from discod.attach import Handshake, Peer
 from discod.chores import Chores
 from discod.closer import Closer
 from discod.io_connections import Owner
-from discod.logs import RateLimited
 from discod.loop import Loop
 from discod.parking import Inode
 from discod.permits import Permits
+from discod.reception import Reception, owner_of
 from discod.tenant import Tenant, Who
 from discod.wire.codec import WireError
 from discod.wire.fds import close_all, receive_alone, send_message
 from discod.wire.messages import IDENTITY_BYTES, Attach, Attached, Detach, Welcome
 from discod.wire.sizes import format_size
 
-ACCEPTS_PER_ROUND = 64
-"""Then the loop looks after the others, however many are waiting to get in."""
-
-ACCEPT_PAUSE_SECONDS = 0.5
-"""At most, after running out of fds: the listener would wake the loop without end."""
-
 IO_LOST_SECONDS = 0.2
 """From the end of a client's I/O connection until it is hung up on: when a process ends, its
 lifeline may be closed a moment later."""
 
 _log = logging.getLogger(__name__)
-_pauses = RateLimited(_log)
 
 
 class End(Enum):
@@ -97,7 +88,7 @@ class Client:
 
 
 class Clients:
-    """The attach listener and all that came of it.
+    """All that came of the attach listener.
 
     Args:
         loop: The event loop.
@@ -131,29 +122,24 @@ class Clients:
     ) -> None:
         self.permits = permits
         self.closer = closer
-        self._most_handshakes = most_handshakes
         self._left = left
         self.welcome = welcome
         self.status = status
         self._loop = loop
         self._chores = chores
         self._admission = admission
-        self._listener = listener
         self._make_tenant = make_tenant
         self._changed = changed
-        self._handshakes: dict[Handshake, None] = {}  # in the order in which they came
         self._waiting: list[tuple[Handshake, Attach, list[int]]] = []
         self._admitting: dict[Handshake, set[Inode]] = {}
         """Whose admission is not decided yet, or is being undone; and their scratch files."""
         self._clients: dict[bytes, Client] = {}
-        self._accepting = True
-        self._paused = False
-        loop.add_reader(listener.fileno(), self._accept)
+        self._reception = Reception(loop, self, most_handshakes, listener)
 
     @property
     def count(self) -> int:
         """Clients that are attached or about to be."""
-        return len(self._clients) + len(self._handshakes)
+        return len(self._clients) + len(self._reception)
 
     @property
     def awaited(self) -> int:
@@ -224,7 +210,7 @@ class Clients:
         coming = [handshake for handshake, its in self._admitting.items() if its == inodes]
         coming += [h for h, attach, fds in self._waiting if inodes_of(attach, fds) == inodes]
         for handshake in coming:
-            if _owner(handshake) == owner:
+            if owner_of(handshake) == owner:
                 handshake.drop()
         for client in list(self._clients.values()):
             its = {file.scratch.inode for file in client.tenant.files}
@@ -241,72 +227,13 @@ class Clients:
 
     def stop_accepting(self) -> None:
         """Close the listener and drop whoever has not got in yet."""
-        if self._accepting:
-            self._accepting = False
-            if not self._paused:
-                self._loop.remove_reader(self._listener.fileno())
-            self._listener.close()
-            for handshake in list(self._handshakes):
-                handshake.drop()
+        self._reception.close()
 
     def cancel_all(self, quiet: Callable[[], None]) -> None:
         """Cancel all that is queued; ``quiet`` is called whenever nothing of a client runs."""
         for tenant in self.tenants:
             if not tenant.closing:
                 tenant.close(quiet)
-
-    def _accept(self) -> None:
-        for _ in range(ACCEPTS_PER_ROUND):
-            if len(self._handshakes) >= self._most_handshakes and not self._evict():
-                self._pause(f"{self._most_handshakes} others are attaching")
-                return
-            try:
-                connection, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                    self._pause(str(error))
-                    return
-                continue  # that connection was gone already
-            try:
-                handshake = Handshake(self._loop, self, connection, self._handshake_ended)
-            except OSError as error:
-                connection.close()
-                self._pause(str(error))
-                return
-            self._handshakes[handshake] = None
-
-    def _evict(self) -> bool:
-        """Drop the oldest unfinished conversation of the process that has most of them.
-
-        An honest client is through with its own in milliseconds, and has one. So whoever opens
-        connections and leaves them unfinished only gets in his own way.
-        """
-        unfinished = [handshake for handshake in self._handshakes if not handshake.asked]
-        if not unfinished:
-            return False
-        (owner, _), *_ = Counter(map(_owner, unfinished)).most_common(1)
-        oldest = next(handshake for handshake in unfinished if _owner(handshake) == owner)
-        oldest.refuse(f"{len(self._handshakes)} attaches are unfinished, most of yours; try again")
-        return True
-
-    def _pause(self, reason: str) -> None:
-        """Accept nobody until a connection ends or some time has passed."""
-        _pauses.warning("attaches wait: %s", reason)
-        self._paused = True
-        self._loop.remove_reader(self._listener.fileno())
-        self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._go_on)
-
-    def _go_on(self) -> None:
-        if self._paused and self._accepting:
-            self._paused = False
-            self._loop.add_reader(self._listener.fileno(), self._accept)
-
-    def _handshake_ended(self, handshake: Handshake) -> None:
-        self._handshakes.pop(handshake, None)
-        if self._paused:
-            self._loop.post(self._go_on)  # when its fd is closed
 
     def _admit(self, handshake: Handshake, attach: Attach, fds: list[int]) -> None:
         if handshake.open:
@@ -437,7 +364,3 @@ def _has_detached(lifeline: socket.socket) -> bool:
         receive_alone(lifeline, Detach)
         return True
     return False
-
-
-def _owner(handshake: Handshake) -> Owner:
-    return handshake.peer.pid, handshake.peer.uid

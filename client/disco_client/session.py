@@ -9,7 +9,6 @@ Knows bytes: :mod:`disco_client.store` makes tensors of them.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +23,6 @@ from disco_client.errors import (
     ScratchError,
     afresh,
 )
-from disco_client.instructions import Counters as Traffic
 from disco_client.interrupts import End
 from disco_client.lending import Lending, Loan
 from disco_client.link import Link
@@ -32,7 +30,7 @@ from disco_client.monitor import Monitor
 from disco_client.pace import Pace
 from disco_client.residency import Group, Residency
 from disco_client.staging import POLL_SECONDS, NoUnits, Staging, Units
-from disco_client.stats import Counters, Stats
+from disco_client.stats import Stats, stats_of
 from disco_client.transfers import Transfers
 from disco_client.uninterrupted import to_its_end
 from disco_client.waits import Wait, Waits
@@ -318,14 +316,8 @@ class Session:
         return self._lend(blob, size_bytes)[0]
 
     def _stats(self) -> Stats:
-        totals = _counters(self._residency.totals, self._waits.totals)
-        last = _counters(self._residency.last_cycle, self._waits.last_cycle)
-        return Stats(
-            **asdict(totals),
-            live_blobs=self._residency.live_blobs,
-            arena_bytes=self._arena.size_bytes,
-            last_cycle=last,
-            attached_seconds=time.monotonic() - self._attached,
+        return stats_of(
+            self._residency, self._waits, self._arena.size_bytes, time.monotonic() - self._attached
         )
 
     def _take_drop(self, what: int | Loan) -> None:
@@ -415,7 +407,3 @@ class Session:
         if isinstance(error, BlobTooLarge):
             return False
         return self._staging.pending or (isinstance(error, ArenaFull) and not wait.over)
-
-
-def _counters(traffic: Traffic, waits: tuple[float, float]) -> Counters:
-    return Counters(**asdict(traffic), save_wait_seconds=waits[0], load_wait_seconds=waits[1])

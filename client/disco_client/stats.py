@@ -1,6 +1,10 @@
 """What this process has offloaded, as numbers."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+
+from disco_client.instructions import Counters as Traffic
+from disco_client.residency import Residency
+from disco_client.waits import Waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +59,20 @@ class Stats(Counters):
         if not self.attached_seconds:
             return 0
         return int(self.written_bytes * 86_400 / self.attached_seconds)
+
+
+def stats_of(
+    residency: Residency, waits: Waits, arena_bytes: int, attached_seconds: float
+) -> Stats:
+    """What one session has to tell."""
+    return Stats(
+        **asdict(_counters(residency.totals, waits.totals)),
+        live_blobs=residency.live_blobs,
+        arena_bytes=arena_bytes,
+        last_cycle=_counters(residency.last_cycle, waits.last_cycle),
+        attached_seconds=attached_seconds,
+    )
+
+
+def _counters(traffic: Traffic, waits: tuple[float, float]) -> Counters:
+    return Counters(**asdict(traffic), save_wait_seconds=waits[0], load_wait_seconds=waits[1])

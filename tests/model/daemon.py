@@ -64,7 +64,7 @@ class Daemon:
             _close_files(lot.files.values())
             if lot.pidfd is not None:
                 os.close(lot.pidfd)
-        for handshake in list(self.clients._handshakes):
+        for handshake in list(self.clients._reception._handshakes):
             _close(handshake._connection, handshake.peer)
         self.chores.end_of_process()
         with contextlib.suppress(OSError):

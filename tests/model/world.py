@@ -217,7 +217,7 @@ class World:
         assert one._disk.used_bytes == 0
         assert not one._clients._admission._held
         assert not one._clients._waiting
-        assert not one._clients._handshakes
+        assert not len(one._clients._reception)
         assert len(self.daemon.loop.readers) == 3, "fds are watched of clients that are gone"
 
     def close(self) -> None:
