@@ -78,6 +78,7 @@ def test_exit_codes_never_change() -> None:
         "SOCKET_LOCKED": 21,
         "SOCKET_PATH_TOO_LONG": 22,
         "FAULTS_UNUSABLE": 23,
+        "ACTIVATION_UNUSABLE": 24,
         "FORCED": 30,
     }
 
