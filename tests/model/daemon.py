@@ -68,7 +68,7 @@ class Daemon:
             _close(handshake._connection, handshake.peer)
         self.chores.end_of_process()
         with contextlib.suppress(OSError):
-            self.clients._listener.close()
+            self.clients._reception._listener.close()
         for device in self.server._devices:
             device.directory.close()
         os.close(self.server._socket_dir._lock_fd)

@@ -106,6 +106,11 @@ class Trainer:
         """Read ahead."""
         self._call(lambda: self.session.prefetch(None))
 
+    def notice(self) -> None:
+        """See what has become of the connection."""
+        with self._running():
+            self.session.stats()
+
     def close(self) -> None:
         """Detach; the process lives on."""
         self.drop_views()

@@ -205,6 +205,7 @@ class World:
         tenants = list(self.daemon.clients.tenants)
         assert len(tenants) == attached, f"{len(tenants)} tenants of {attached} trainers"
         for trainer in list(self.trainers):
+            self.lose(trainer)
             trainer.close()
         for _ in range(3):
             self.clock.now += 10
@@ -219,6 +220,17 @@ class World:
         assert not one._clients._waiting
         assert not len(one._clients._reception)
         assert len(self.daemon.loop.readers) == 3, "fds are watched of clients that are gone"
+
+    def lose(self, trainer: Trainer) -> None:
+        """Perhaps the connection, with the daemon frozen just when the trainer closes."""
+        if self.daemon is None or self.chance.random() < 0.4:
+            return
+        self.daemon.frozen_until = self.clock.now + self.chance.choice((0.0, 3.0))
+        for connection in list(self.network.connections):
+            if connection.dealer is trainer.link._io._dealer:
+                self.network.sever(connection)
+        if self.chance.random() < 0.7:
+            trainer.notice()
 
     def close(self) -> None:
         """Remove everything; idempotent."""
