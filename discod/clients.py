@@ -35,6 +35,7 @@ from discod.logs import RateLimited
 from discod.loop import Loop
 from discod.parking import Inode
 from discod.permits import Permits
+from discod.ranks import Ranks
 from discod.tenant import Tenant, Who
 from discod.wire.codec import WireError
 from discod.wire.fds import close_all, receive_alone, send_message
@@ -135,6 +136,7 @@ class Clients:
         self._admitting: dict[Handshake, set[Inode]] = {}
         """Whose admission is not decided yet, or is being undone; and their scratch files."""
         self._clients: dict[bytes, Client] = {}
+        self.ranks = Ranks()
         self._accepting = True
         self._paused = False
         loop.add_reader(listener.fileno(), self._accept)
@@ -290,8 +292,9 @@ class Clients:
         lifeline, peer = handshake.accept()
         # ZeroMQ takes no identity that begins with a zero byte.
         identity = b"\x01" + os.urandom(IDENTITY_BYTES - 1)
-        who = Who(peer.pid, peer.uid, attach.rank)
+        who = Who(peer.pid, peer.uid, attach.rank, attach.command)
         tenant = self._make_tenant(identity, who, admitted)
+        tenant.told.resumed = attach.resume
         self._clients[identity] = client = Client(tenant, identity, lifeline, peer, attach.resume)
         self._loop.add_reader(lifeline.fileno(), partial(self._lifeline_readable, client))
         if peer.pidfd is not None:
@@ -361,12 +364,13 @@ class Clients:
             self._admission.released(tenant.arena_bytes, tenant.files)
         client.peer.close()
         del self._clients[client.identity]
+        self.ranks.leave(tenant)
         _log.info(
             "%s detached (%s): %s written, %s read",
             tenant.who,
             reason,
-            format_size(tenant.written_bytes),
-            format_size(tenant.read_bytes),
+            format_size(tenant.traffic.written.size_bytes),
+            format_size(tenant.traffic.read.size_bytes),
         )
         self._attach_waiting()
         self._changed()

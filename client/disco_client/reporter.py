@@ -6,6 +6,7 @@ computes for a minute without a call says nothing in that time. One report at a 
 a daemon that is away or frozen finds one when it is back, with the numbers of then.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -35,10 +36,11 @@ class Reporter:
         self._residency = residency
         self._waits = waits
         self._loads = 0
-        self._elided_bytes = 0
-        # The first cycle is told of, however short it is.
-        self._sent_at = time.monotonic() - CYCLE_SECONDS
+        self._told: dict[str, int] = {}
+        self._sent_at = time.monotonic()
+        self._cycle_sent_at = -math.inf
         self._unanswered = False
+        self._cycle_untold = False
 
     def look(self) -> None:
         """Report, if it is time to."""
@@ -52,9 +54,11 @@ class Reporter:
         self.look()
 
     def end_cycle(self) -> None:
-        """A cycle has ended: report, unless another one has just ended too."""
+        """A cycle has ended: report, unless that was done for another one just now."""
         now = time.monotonic()
-        if now - self._sent_at >= CYCLE_SECONDS:
+        if now - self._cycle_sent_at >= CYCLE_SECONDS:
+            self._cycle_sent_at = now
+            self._cycle_untold = self._unanswered
             self._send(now)
 
     def _send(self, now: float) -> None:
@@ -66,30 +70,31 @@ class Reporter:
 
     def _make(self, spans: tuple[int, ...], seq: int, epoch: int) -> Report:
         totals = self._residency.totals
-        # A write that began after all takes back what was counted; whoever reads takes a total
-        # that falls for one that began anew.
-        self._elided_bytes = max(self._elided_bytes, totals.elided_bytes)
         room_waits, room_seconds = self._waits.so_far(WaitFor.ROOM)
         read_waits, read_seconds = self._waits.so_far(WaitFor.READ)
         device_waits, device_seconds = self._waits.so_far(WaitFor.DEVICE)
-        return Report(
-            seq,
-            epoch,
-            cycles=self._residency.cycles,
-            saved_bytes=totals.saved_bytes,
-            elided_bytes=self._elided_bytes,
-            loads=self._loads,
-            room_waits=room_waits,
-            room_wait_ns=_ns(room_seconds),
-            read_waits=read_waits,
-            read_wait_ns=_ns(read_seconds),
-            device_waits=device_waits,
-            device_wait_ns=_ns(device_seconds),
-            spans=spans,
-        )
+        now = {
+            "cycles": self._residency.cycles,
+            "saved_bytes": totals.saved_bytes,
+            "elided_bytes": totals.elided_bytes,
+            "loads": self._loads,
+            "room_waits": room_waits,
+            "room_wait_ns": _ns(room_seconds),
+            "read_waits": read_waits,
+            "read_wait_ns": _ns(read_seconds),
+            "device_waits": device_waits,
+            "device_wait_ns": _ns(device_seconds),
+        }
+        # None falls: whoever reads would take it for one that began anew. A write that began after
+        # all takes elided bytes back, and another thread's wait may be ending at this moment.
+        self._told = {name: max(number, self._told.get(name, 0)) for name, number in now.items()}
+        return Report(seq, epoch, **self._told, spans=spans)
 
     def _answered(self, reply: Reply) -> None:
         self._unanswered = False
+        if self._cycle_untold:
+            self._cycle_untold = False
+            self._send(time.monotonic())
 
 
 def _flat(spans: Sequence[tuple[WaitFor, float, float]]) -> tuple[int, ...]:

@@ -114,8 +114,7 @@ def test_the_last_report_counts(held: Held) -> None:
     for cycles in (1, 2):
         held.tenant.handle(Report(cycles, EPOCH, cycles, *[0] * 9, spans=(1, 5, 7)))
     assert held.answers == [Done(1, EPOCH, b""), Done(2, EPOCH, b"")]
-    assert held.tenant.report is not None
-    assert held.tenant.report.cycles == 2
+    assert held.tenant.told.report.cycles == 2
 
 
 @pytest.mark.parametrize(
@@ -136,7 +135,7 @@ def test_a_report_that_is_none(held: Held, totals: list[int], spans: tuple[int, 
     [answer] = held.answers
     assert isinstance(answer, Failed)
     assert answer.kind == Failure.REFUSED
-    assert held.tenant.report is None
+    assert held.tenant.told.at is None
 
 
 def test_close_waits_for_what_is_in_flight(held: Held) -> None:
