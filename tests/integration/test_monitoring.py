@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -416,7 +417,7 @@ class Terminal:
             stdout=terminal,
             stderr=terminal,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # for Ctrl-C
+            preexec_fn=_take_terminal,
             env=os.environ | {"TERM": "xterm"},
         )
         self._seen = ""
@@ -452,6 +453,12 @@ class Terminal:
         self.process.wait()
         os.close(self.terminal)
         os.close(self.master)
+
+
+def _take_terminal() -> None:
+    """So that Ctrl-C is one, also where the tests run in the background, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 @pytest.fixture
