@@ -21,6 +21,7 @@ from discod.scratch_file import ScratchFile
 from discod.storage import Directory
 from discod.syscalls import stat_known
 from discod.tenant import File, Tenant
+from discod.traffic import Traffic
 from discod.wire import LEAST_ARENA_BYTES
 from discod.wire.fds import close_all
 from discod.wire.messages import Attach
@@ -33,10 +34,11 @@ class Inadmissible(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A scratch directory and the engine of its device."""
+    """A scratch directory, the engine of its device, and what goes by in it."""
 
     directory: Directory
     engine: Engine
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 @dataclass(slots=True)
@@ -244,7 +246,7 @@ class Admission:
         for number, device in enumerate(self._devices):
             scratch = self._new_file(device.directory, user)
             if scratch is not None:
-                admitted.files.append(File(scratch, device.engine, number))
+                admitted.files.append(File(scratch, device.engine, number, device.traffic))
                 admitted.path_fds.append(os.open(f"/proc/self/fd/{scratch.fd}", os.O_PATH))
         if not admitted.files:
             raise Inadmissible("no scratch directory works; try again, and see 'discod status'")
@@ -269,7 +271,7 @@ class Admission:
             known = stat_known(fd)
             kept = parked.get((known.device, known.number))
             if kept is not None:
-                admitted.files.append(File(kept.scratch, kept.engine, kept.directory))
+                admitted.files.append(File(kept.scratch, kept.engine, kept.directory, kept.traffic))
                 continue
             fitting = [n for n in left if self._devices[n].directory.device == known.device]
             # Several may be on one device. Where none fits, any refuses the file, and says why.
@@ -277,7 +279,7 @@ class Admission:
             number = next(iter(made_here + fitting), 0)
             target = self._devices[number]
             scratch = target.directory.adopt(fd, self._disk, user)
-            admitted.files.append(File(scratch, target.engine, number))
+            admitted.files.append(File(scratch, target.engine, number, target.traffic))
             left.remove(number)
 
 

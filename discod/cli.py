@@ -18,7 +18,9 @@ from discod.config import (
     DISK_SHARE,
     FIRST_CLIENT_SECONDS,
     RAM_SHARE,
+    Address,
     WriteRate,
+    parse_address,
     parse_write_rate,
 )
 from discod.logs import LEVELS
@@ -38,6 +40,13 @@ def _write_rate(
 ) -> WriteRate | None:
     try:
         return None if value is None else parse_write_rate(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, option) from error
+
+
+def _address(context: click.Context, option: click.Parameter, value: str | None) -> Address | None:
+    try:
+        return None if value is None else parse_address(value)
     except ValueError as error:
         raise click.BadParameter(str(error), context, option) from error
 
@@ -149,6 +158,14 @@ def _groups(
     help="Serve the members of this group too, by name or number; may be given several times. "
     "DISCOD_ALLOW_GROUP separates several by ','.  [default: only the daemon's own user]",
 )
+@click.option(
+    "--metrics",
+    callback=_address,
+    metavar="HOST:PORT",
+    envvar="DISCOD_METRICS",
+    help="Serve metrics for Prometheus there, as 127.0.0.1:9478, to whoever can reach it.  "
+    "[default: no metrics]",
+)
 @click.version_option(__version__, prog_name="discod")
 @click.pass_context
 def main(
@@ -164,6 +181,7 @@ def main(
     log_level: str,
     exit_idle: float,
     allow_group: tuple[int, ...],
+    metrics: Address | None,
 ) -> None:
     """Keep training activations on NVMe: run the daemon that does all of a node's disk I/O.
 
@@ -187,6 +205,7 @@ def main(
             log_level=log_level,
             exit_idle_seconds=exit_idle,
             allow_gids=allow_group,
+            metrics=metrics,
         )
     except BadOption as error:
         raise click.UsageError(str(error)) from error

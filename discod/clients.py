@@ -41,6 +41,7 @@ from discod.io_connections import Owner
 from discod.loop import Loop
 from discod.parking import Inode
 from discod.permits import Permits
+from discod.ranks import Ranks
 from discod.reception import Reception, owner_of
 from discod.tenant import Tenant, Who
 from discod.wire.codec import WireError
@@ -134,6 +135,7 @@ class Clients:
         self._admitting: dict[Handshake, set[Inode]] = {}
         """Whose admission is not decided yet, or is being undone; and their scratch files."""
         self._clients: dict[bytes, Client] = {}
+        self.ranks = Ranks()
         self._reception = Reception(loop, self, most_handshakes, listener)
 
     @property
@@ -263,8 +265,9 @@ class Clients:
         lifeline, peer = handshake.accept()
         # ZeroMQ takes no identity that begins with a zero byte.
         identity = b"\x01" + os.urandom(IDENTITY_BYTES - 1)
-        who = Who(peer.pid, peer.uid, attach.rank)
+        who = Who(peer.pid, peer.uid, attach.rank, attach.command)
         tenant = self._make_tenant(identity, who, admitted)
+        tenant.told.resumed = attach.resume
         self._clients[identity] = client = Client(tenant, identity, lifeline, peer, attach.resume)
         self._loop.add_reader(lifeline.fileno(), partial(self._lifeline_readable, client))
         if peer.pidfd is not None:
@@ -341,12 +344,13 @@ class Clients:
             self._admission.released(tenant.arena_bytes, tenant.files)
         client.peer.close()
         del self._clients[client.identity]
+        self.ranks.leave(tenant)
         _log.info(
             "%s detached (%s): %s written, %s read",
             tenant.who,
             reason,
-            format_size(tenant.written_bytes),
-            format_size(tenant.read_bytes),
+            format_size(tenant.traffic.written.size_bytes),
+            format_size(tenant.traffic.read.size_bytes),
         )
         self._attach_waiting()
         self._changed()

@@ -24,6 +24,8 @@ DEFAULT_CHUNK_BYTES = 8 << 20
 MAX_THREADS = 256
 """Far beyond what any device takes; more is a slip of the pen, and would not start."""
 
+MAX_PORT = 65_535
+
 MAX_CHUNK_BYTES = 1 << 30
 """One system call transfers less than 2 GiB (read(2)); half of that stays clear of it."""
 
@@ -70,6 +72,34 @@ def parse_write_rate(text: str) -> WriteRate:
 
 
 @dataclass(frozen=True, slots=True)
+class Address:
+    """Where to listen: a name or an IP address, and a port; 0: any that is free."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """What ``127.0.0.1:9478`` or ``[::1]:9478`` says.
+
+    Raises:
+        ValueError: It is no such text; the error says what is wrong.
+    """
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not host or (":" in host and not bracketed):
+        raise ValueError(f"{text!r} is not HOST:PORT; write for example 127.0.0.1:9478")
+    if not (port.isascii() and port.isdecimal() and int(port) <= MAX_PORT):
+        raise ValueError(
+            f"{text!r} has no port of 0 to {MAX_PORT}; write for example 127.0.0.1:9478"
+        )
+    return Address(host[1:-1] if bracketed else host, int(port))
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """The daemon's options.
 
@@ -85,6 +115,7 @@ class Config:
         exit_idle_seconds: Exit after so long without a client; 0: never. Before the first one,
             after ``FIRST_CLIENT_SECONDS`` at least.
         allow_gids: Groups whose members may attach too.
+        metrics: Where Prometheus finds the metrics; None: nowhere.
         write_budget: The most that all clients together may write; None: no limit.
 
     Raises:
@@ -102,6 +133,7 @@ class Config:
     exit_idle_seconds: float = 0.0
     allow_gids: tuple[int, ...] = ()
     write_budget: WriteRate | None = None
+    metrics: Address | None = None
 
     def __post_init__(self) -> None:
         if not self.scratch:

@@ -12,7 +12,7 @@ class Exit(IntEnum):
     USAGE = 2
     """A wrong option or value (click's own code for it)."""
     NO_DAEMON = 3
-    """``discod status``: no daemon listens on the socket."""
+    """``discod status`` and the like: no daemon listens on the socket."""
     SCRATCH_MISSING = 10
     SCRATCH_NOT_A_DIRECTORY = 11
     SCRATCH_READ_ONLY = 12
@@ -29,6 +29,8 @@ class Exit(IntEnum):
     """The file that ``DISCOD_FAULTS`` names, for tests, cannot be read or has a bad rule."""
     ACTIVATION_UNUSABLE = 24
     """The sockets that the service manager has passed are not the daemon's two."""
+    METRICS_UNUSABLE = 25
+    """The address of ``--metrics`` cannot be listened on."""
     FORCED = 30
     """A second signal came before the drain that the first one began had ended."""
 

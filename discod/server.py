@@ -20,8 +20,9 @@ import os
 import resource
 import signal
 import socket
+import time
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast, get_args
 
 from discod import __version__, checksum, faults
 from discod.activation import passed_sockets
@@ -43,32 +44,19 @@ from discod.notify import ServiceManager
 from discod.permits import Permits
 from discod.router import MAX_REQUEST_BYTES, Router
 from discod.socket_dir import SocketDir
-from discod.status import make_status
+from discod.status import Snapshot, Status, make_status, to_json
 from discod.storage import Directory
 from discod.tenant import Tenant, Who
 from discod.trimming import Trimmer
 from discod.wire import PROTOCOL_VERSION
 from discod.wire.codec import WireError, decode, encode
-from discod.wire.messages import (
-    Cancel,
-    CloseRing,
-    CopyIn,
-    CopyOut,
-    Failed,
-    Failure,
-    OpenRing,
-    Ping,
-    Promote,
-    Read,
-    Reply,
-    Request,
-    Trim,
-    Welcome,
-    Write,
-)
+from discod.wire.messages import Failed, Failure, Message, Reply, Request, Welcome
 from discod.wire.sizes import format_size
 from discod.write_record import WriteRecord
 from discod.writes import Writes
+
+if TYPE_CHECKING:
+    from discod.metrics_server import MetricsServer
 
 MESSAGES_PER_ROUND = 256
 """Then the loop looks after lifelines and attaches, whatever else a client has sent."""
@@ -98,6 +86,7 @@ class Server:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._started_at = time.monotonic()
         descriptors = Descriptors(_raise_fd_limit())
         _check_fd_limit(descriptors, config)
         passed = passed_sockets()
@@ -110,6 +99,7 @@ class Server:
         self._disk = Budget(config.disk_bytes or default_disk_bytes(free))
         self._loop = Loop()
         self._manager = ServiceManager(self._loop)
+        self._metrics = self._make_metrics()
         self._chores = Chores(self._loop.post)
         self._record = WriteRecord(config.scratch, self._chores)
         self._writes = self._make_writes()
@@ -193,6 +183,8 @@ class Server:
         if self._config.exit_idle_seconds:
             first = max(self._config.exit_idle_seconds, FIRST_CLIENT_SECONDS)
             self._idle_timer = self._loop.call_later(first, self._idle)
+        if self._metrics is not None:
+            self._metrics.start()
         self._manager.ready()
         try:
             self._loop.run(self._more)
@@ -201,6 +193,8 @@ class Server:
             self._router.close()
             self._socket_dir.remove_sockets()
             self._gpus.stop()
+            if self._metrics is not None:
+                self._metrics.close()
         if self._config.write_budget is not None:
             self._record.save_now(self._writes.entries())
         if not self._clients.in_flight:
@@ -308,12 +302,35 @@ class Server:
             directories=tuple(str(device.directory.path) for device in self._devices),
         )
 
-    def _status(self) -> str:
-        tenants = self._clients.tenants
-        gpus = self._gpus.status()
+    def _make_metrics(self) -> "MetricsServer | None":
+        if self._config.metrics is None:
+            return None
+        # Prometheus' client costs some 8 MB.
+        from discod.metrics_server import MetricsServer
+
+        return MetricsServer(self._config.metrics, self._loop.post, self._snapshot)
+
+    def _make_status(self) -> Status:
         return make_status(
-            self._config, self._devices, self._ram, self._disk, self._writes, tenants, gpus
+            self._config,
+            self._devices,
+            self._ram,
+            self._disk,
+            self._writes,
+            self._clients.tenants,
+            self._gpus.status(),
+            time.monotonic() - self._started_at,
+            None if self._metrics is None else self._metrics.address,
         )
+
+    def _status(self) -> str:
+        return to_json(self._make_status())
+
+    def _snapshot(self) -> Snapshot:
+        ranks, tenants = self._clients.ranks, list(self._clients.tenants)
+        totals = ranks.totals(tenants)
+        names = [ranks.name(tenant.who.rank) for tenant in tenants]
+        return Snapshot(self._make_status(), totals, names)
 
     def _clients_changed(self) -> None:
         self._stop_when_drained()
@@ -400,10 +417,7 @@ def _check_fd_limit(descriptors: Descriptors, config: Config) -> None:
     _log.warning("%s", text)
 
 
-_REQUESTS = (
-    *(Write, Read, Promote, Cancel, Trim, Ping),
-    *(OpenRing, CloseRing, CopyOut, CopyIn),
-)
+_REQUESTS: tuple[type[Message], ...] = get_args(Request)
 
 
 def _decode(body: bytes) -> Request:

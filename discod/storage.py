@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from discod.block_device import device_name
 from discod.budget import Budget
 from discod.exits import Exit, StartupError
 from discod.file_owner import NotTheOwner, check_owner, mark_owner
@@ -50,6 +51,7 @@ class Directory:
     Attributes:
         direct: Whether its files are O_DIRECT.
         device: ``st_dev`` of its files, which a union file system may set apart from its own.
+        device_name: The block device's, as ``nvme0n1p1``; empty where there is none.
         health: Whether it is in use.
 
     Raises:
@@ -65,6 +67,7 @@ class Directory:
             self._remove_stale()
             self.fs_type = _fs_type(path)
             self.direct, self.device = self._probe()
+            self.device_name = device_name(self.device)
         except OSError as error:
             os.close(self._lock_fd)
             raise self._unusable(error) from error

@@ -12,6 +12,7 @@ from functools import partial
 
 from discod import checksum
 from discod.bounds import Refusal, check_pages, check_range
+from discod.client_report import Told
 from discod.engine import Engine, Job
 from discod.failures import failed
 from discod.gpus import Gpus
@@ -19,6 +20,7 @@ from discod.mapping import Mapping
 from discod.rings import Rings
 from discod.schedule import Priority
 from discod.scratch_file import ScratchFile
+from discod.traffic import Traffic
 from discod.transfer import OutOfUse, ReadBlob, WriteBlob
 from discod.wire.messages import (
     Cancel,
@@ -33,6 +35,7 @@ from discod.wire.messages import (
     Promote,
     Read,
     Reply,
+    Report,
     Request,
     Trim,
     Write,
@@ -53,6 +56,7 @@ class Who:
     pid: int
     uid: int
     rank: int
+    command: str = ""
 
     def __str__(self) -> str:
         rank = f", rank {self.rank}" if self.rank >= 0 else ""
@@ -62,16 +66,26 @@ class Who:
 class File:
     """A scratch file and the engine of the device it is on.
 
+    Args:
+        traffic: Counts what goes by in its directory.
+
     Attributes:
         busy: Requests on it that are not answered.
         idle_since: When ``busy`` last fell to 0, by the monotonic clock.
         trim_bytes: What the last ``Trim`` asked for, until a write makes it void.
     """
 
-    def __init__(self, scratch: ScratchFile, engine: Engine, directory: int) -> None:
+    def __init__(
+        self,
+        scratch: ScratchFile,
+        engine: Engine,
+        directory: int,
+        traffic: Traffic | None = None,
+    ) -> None:
         self.scratch = scratch
         self.engine = engine
         self.directory = directory
+        self.traffic = traffic or Traffic()
         self.busy = 0
         self.idle_since = time.monotonic()
         self.trim_bytes: int | None = None
@@ -91,6 +105,11 @@ class Tenant:
         idle: Called when a file that is to be trimmed has nothing left to do.
         step_bytes: As for :func:`discod.checksum.take`.
         writes: Counts what goes to the disks, and may hold it up; None: nothing does.
+
+    Attributes:
+        traffic: What was written and read for it here.
+        told: What it says of itself.
+        attached_at: By the monotonic clock.
     """
 
     def __init__(
@@ -109,8 +128,9 @@ class Tenant:
         self.who = who
         self.arena_bytes = mapping.size_bytes
         self.files = files
-        self.written_bytes = 0
-        self.read_bytes = 0
+        self.traffic = Traffic()
+        self.attached_at = time.monotonic()
+        self.told = Told(self.attached_at)
         self._epoch = epoch
         self._mapping = mapping
         self._mode = mode
@@ -156,6 +176,9 @@ class Tenant:
                     self._promote(request.target)
                     self._done(request)
                 case Ping():
+                    self._done(request)
+                case Report():
+                    self.told.take(request, time.monotonic())
                     self._done(request)
                 case OpenRing() | CloseRing() | CopyOut() | CopyIn():
                     self._check_seq(request.seq)
@@ -203,13 +226,13 @@ class Tenant:
         file.trim_bytes = None
         if self._refused(file):
             # At once, and not behind all that is queued on the device.
-            self._answer(failed(request, file.scratch, OutOfUse(), self.who))
+            self._fail(request, file, failed(request, file.scratch, OutOfUse(), self.who))
             return
         held = self._writes.admit(
             self,
             request.length,
             partial(self._start_write, request, file),
-            partial(self._over_budget, request),
+            partial(self._over_budget, request, file),
         )
         if held is not None:
             self._held[request.seq] = request, held
@@ -223,9 +246,10 @@ class Tenant:
         work = WriteBlob(file.scratch, request.offset, data, self._mode, self._step_bytes, refused)
         self._start(request, file, Priority.WRITE, work)
 
-    def _over_budget(self, request: Write, text: str) -> None:
+    def _over_budget(self, request: Write, file: File, text: str) -> None:
         self._held.pop(request.seq, None)
-        self._answer(Failed(request.seq, request.epoch, Failure.OVER_BUDGET, 0, text))
+        reply = Failed(request.seq, request.epoch, Failure.OVER_BUDGET, 0, text)
+        self._fail(request, file, reply)
 
     def _refused(self, file: File) -> bool:
         """Whether ``file`` takes no writes: its directory is out of use, and there is a better."""
@@ -298,23 +322,29 @@ class Tenant:
     def _done(self, request: Request, checksum: bytes = b"") -> None:
         self._answer(Done(request.seq, request.epoch, checksum))
 
+    def _fail(self, request: Write | Read, file: File, reply: Failed) -> None:
+        if reply.kind != Failure.CANCELLED:
+            for traffic in (self.traffic, file.traffic):
+                flow = traffic.written if isinstance(request, Write) else traffic.read
+                flow.failures[reply.kind] += 1
+        self._answer(reply)
+
     def _ended(self, request: Write | Read, file: File, job: Job) -> None:
         """The job has ended, on the event loop."""
         del self._jobs[request.seq]
         file.busy -= 1
-        file.idle_since = time.monotonic()
+        now = file.idle_since = time.monotonic()
         if isinstance(request, Write) and job.taken_bytes == 0:
             self._writes.undone(self, request.length)
         if self._closed is not None:
             self._part_closed()
             return
         if job.error is not None:
-            self._answer(failed(request, file.scratch, job.error, self.who))
+            self._fail(request, file, failed(request, file.scratch, job.error, self.who))
         else:
-            if isinstance(request, Write):
-                self.written_bytes += request.length
-            else:
-                self.read_bytes += request.length
+            for traffic in (self.traffic, file.traffic):
+                flow = traffic.written if isinstance(request, Write) else traffic.read
+                flow.add(request.length, now)
             self._done(request, job.result)
         if file.trim_bytes is not None and not file.busy:
             self._idle(file)

@@ -31,6 +31,7 @@ DAEMON = {
     "DISCOD_LOG_LEVEL",
     "DISCOD_ALLOW_GROUP",
     "DISCOD_EXIT_IDLE",
+    "DISCOD_METRICS",
     "DISCOD_WRITE_BUDGET",
 }
 """Read by a daemon that is started here, which inherits this environment."""

@@ -10,6 +10,7 @@ import click
 
 SUMMARIES = {
     "status": "Show the daemon's scratch directories and clients.",
+    "top": "Show the same live.",
 }
 """What ``discod --help`` says of each; so that it need not load them all."""
 

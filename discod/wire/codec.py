@@ -58,6 +58,7 @@ _CHECKS: dict[Any, Callable[[object], bool]] = {
     str: _check_str,
     bytes: _check_bytes,
     bool: _check_bool,
+    tuple[int, ...]: lambda value: _check_all(value, _check_int),
     tuple[str, ...]: lambda value: _check_all(value, _check_str),
     tuple[bytes, ...]: lambda value: _check_all(value, _check_bytes),
 }

@@ -57,11 +57,17 @@ def greet(socket_dir: Path, protocol: int = PROTOCOL_VERSION) -> tuple[socket.so
 
 
 def attach(
-    socket_dir: Path, arena_bytes: int, fds: Sequence[int], *, resume: bool = False, rank: int = -1
+    socket_dir: Path,
+    arena_bytes: int,
+    fds: Sequence[int],
+    *,
+    resume: bool = False,
+    rank: int = -1,
+    command: str = "test",
 ) -> tuple[socket.socket, Any, Any, list[int]]:
     """The whole conversation: lifeline, Welcome, Attached or Refused, and the fds with it."""
     lifeline, welcome = greet(socket_dir)
-    send_message(lifeline, Attach(arena_bytes, rank, "test", resume), fds)
+    send_message(lifeline, Attach(arena_bytes, rank, command, resume), fds)
     reply, received = receive_message(lifeline, Attached, Refused)
     return lifeline, welcome, reply, received
 
@@ -72,18 +78,25 @@ class RawClient:
     Args:
         socket_dir: The daemon's.
         arena_bytes: The arena's size.
-        rank: As in ``Attach``.
+        rank, command: As in ``Attach``.
 
     Attributes:
         arena: The arena's bytes, writable.
         files: O_PATH fds of the scratch files.
     """
 
-    def __init__(self, socket_dir: Path, arena_bytes: int = 16 * MIB, rank: int = -1) -> None:
+    def __init__(
+        self,
+        socket_dir: Path,
+        arena_bytes: int = 16 * MIB,
+        rank: int = -1,
+        command: str = "test",
+    ) -> None:
         self.arena_bytes = arena_bytes
         self.arena_fd = make_arena(arena_bytes)
         self.arena = mmap.mmap(self.arena_fd, arena_bytes)
         self.rank = rank
+        self.command = command
         self.files: list[int] = []
         self.context = zmq.Context()
         self._seq = 0
@@ -98,6 +111,7 @@ class RawClient:
             [self.arena_fd, *self.files],
             resume=bool(self.files),
             rank=self.rank,
+            command=self.command,
         )
         assert isinstance(reply, Attached), reply
         self.files = self.files or files

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 
@@ -97,7 +97,7 @@ def raw_client() -> Iterator[Callable[..., RawClient]]:
     """``raw_client(daemon, ...)``: an attached :class:`RawClient`, closed after the test."""
     clients: list[RawClient] = []
 
-    def attach(daemon: Daemon, *args: int, **kwargs: int) -> RawClient:
+    def attach(daemon: Daemon, *args: int, **kwargs: Any) -> RawClient:
         clients.append(RawClient(daemon.socket_dir, *args, **kwargs))
         return clients[-1]
 

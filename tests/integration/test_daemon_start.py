@@ -79,6 +79,7 @@ def test_exit_codes_never_change() -> None:
         "SOCKET_PATH_TOO_LONG": 22,
         "FAULTS_UNUSABLE": 23,
         "ACTIVATION_UNUSABLE": 24,
+        "METRICS_UNUSABLE": 25,
         "FORCED": 30,
     }
 
@@ -382,18 +383,31 @@ class TestStatus:
         (entry,) = status["clients"]
         disk_bytes = os.fstat(client.files[0]).st_blocks * 512
         assert entry["disk_bytes"] == scratch["used_bytes"] == pytest.approx(disk_bytes, rel=0.01)
-        del entry["disk_bytes"]
+        for name in ("disk_bytes", "attached_seconds", "waits"):
+            del entry[name]
+        for name in ("written_bytes_per_second", "read_bytes_per_second"):
+            assert entry.pop(name) > 0
         assert entry.pop("written_bytes_per_day") > 8192
         assert entry == {
             "pid": os.getpid(),
             "uid": os.getuid(),
             "rank": 3,
+            "command": "test",
             "arena_bytes": 8 << 20,
             "written_bytes": 8192,
             "written_last_day_bytes": 8192,
             "writes_held": 0,
             "read_bytes": 4096,
+            "writes": 1,
+            "reads": 1,
+            "write_failures": {},
+            "read_failures": {},
             "in_flight": 0,
+            "reported_seconds": None,
+            "cycles": 0,
+            "saved_bytes": 0,
+            "elided_bytes": 0,
+            "loads": 0,
         }
         client.close()
 

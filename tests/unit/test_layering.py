@@ -42,6 +42,12 @@ RULES = (
     ),
     Rule(
         ("discod", "disco_client"),
+        ("prometheus_client", "http"),
+        "the metrics are loaded only when they are asked for",
+        exempt=("discod.metrics", "discod.metrics_server"),
+    ),
+    Rule(
+        ("discod", "disco_client"),
         ("torch.cuda",),
         "CUDA has a module of its own",
         exempt=("disco_client.cuda",),
