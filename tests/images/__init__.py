@@ -1,1 +1,1 @@
-"""The images of ``docker/``, built and run without a container engine: ``python -m tests.images``."""
+"""The images of ``docker/``, built and run without a container engine."""

@@ -1,7 +1,7 @@
 """Builds both images of ``docker/`` and runs them: ``python -m tests.images --folder DIR``.
 
-Needs root, debootstrap and the package registries, and no container engine. It takes some minutes; the
-base system in DIR is kept for the next time. Prints what ``docker/README.md`` states.
+Needs root, debootstrap and the package registries, and no container engine. It takes some minutes;
+the base system in DIR is kept for the next time. Prints what ``docker/README.md`` states.
 """
 
 import argparse
@@ -114,10 +114,8 @@ def main() -> None:
     parser.add_argument(IN_NAMESPACE, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.in_namespace:
-        os.execvp(
-            "unshare",
-            ["unshare", "--mount", sys.executable, "-m", "tests.images", *sys.argv[1:], IN_NAMESPACE],
-        )
+        again = [sys.executable, "-m", "tests.images", *sys.argv[1:], IN_NAMESPACE]
+        os.execvp("unshare", ["unshare", "--mount", *again])
     options.folder.mkdir(parents=True, exist_ok=True)
     builder = Builder(options.folder.resolve(), TOP, options.bind)
     daemon = builder.build(TOP / "docker/Dockerfile")

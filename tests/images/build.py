@@ -1,8 +1,8 @@
-"""Carries a Dockerfile out in a directory: its own RUN and COPY steps, over a base made by debootstrap.
+"""Carries a Dockerfile out in a directory: its own RUN and COPY steps, over debootstrap's base.
 
-What differs from a container engine: the base is Debian's minimal system instead of ``debian:*-slim``,
-which is the same packages less documentation; and RUN steps have this machine's network, name
-service and settings for pip. Must run as root, in a mount namespace of its own.
+What differs from a container engine: the base is Debian's minimal system instead of
+``debian:*-slim``, which is the same packages less documentation; and RUN steps have this machine's
+network, name service and settings for pip. Must run as root, in a mount namespace of its own.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Runs an image as a container engine would: its entrypoint as process 1 of its own namespaces.
 
 Of its own: processes, mounts, System V IPC, host name, and the network, which is none. The root is
-read-only, ``/dev/shm`` holds 64 KiB, there are no capabilities, and nothing is shared but the volumes.
+read-only, ``/dev/shm`` holds 64 KiB, there are no capabilities, and only volumes are shared.
 """
 
 import os
@@ -43,7 +43,10 @@ class Container:
         self._environment = image.environment | dict(environment or {})
         self._groups = groups
         command = [*self._become(), *image.entrypoint, *arguments]
-        script = [*_setup(image.root, volumes), shlex.join(["exec", "chroot", str(image.root), *command])]
+        script = [
+            *_setup(image.root, volumes),
+            shlex.join(["exec", "chroot", str(image.root), *command]),
+        ]
         self.log = log
         with log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -93,7 +96,9 @@ class Container:
     def _become(self) -> list[str]:
         """What comes before a command inside: the user, without capabilities, and environment."""
         user, _, group = self._image.user.partition(":")
-        groups = f"--groups={','.join(map(str, self._groups))}" if self._groups else "--clear-groups"
+        groups = (
+            f"--groups={','.join(map(str, self._groups))}" if self._groups else "--clear-groups"
+        )
         return [
             *("/usr/bin/setpriv", f"--reuid={user}", f"--regid={group or user}", groups),
             *("--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"),

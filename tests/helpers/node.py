@@ -1,0 +1,73 @@
+"""Nodes of a cluster on one machine: network and mount namespaces of their own, joined by a link.
+
+Each node has its own ``/run`` and a directory for its scratch, so that its daemon and its ranks find
+each other by the defaults, and nothing of another node. The addresses are those of the range for
+documentation.
+"""
+
+import shlex
+import subprocess
+from pathlib import Path
+
+from tests.helpers.jobs import ROOT
+
+
+class Node:
+    """One node.
+
+    Args:
+        number: From 0.
+    """
+
+    INTERFACE = "cluster"
+
+    def __init__(self, number: int) -> None:
+        self.address = f"192.0.2.{number + 1}"
+        hosts = ["127.0.0.1 localhost", *(f"192.0.2.{n + 1} node{n}" for n in range(2))]
+        setup = [
+            "mount -t tmpfs -o mode=755 tmpfs /run",
+            f"printf '%s\\n' {shlex.join(hosts)} >/run/hosts",
+            "mount --bind /run/hosts /etc/hosts",  # nobody answers a name server's questions here
+            f"hostname node{number}",
+            "ip link set lo up",
+            "echo ready",
+            "exec cat",  # until its standard input is closed
+        ]
+        self._holder = subprocess.Popen(
+            ["unshare", "--net", "--uts", "--mount", "sh", "-euc", "\n".join(setup)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._holder.stdout is not None
+        assert self._holder.stdout.readline() == "ready\n"
+
+    @property
+    def pid(self) -> int:
+        """Of a process that is in the node's namespaces."""
+        return self._holder.pid
+
+    @property
+    def prefix(self) -> list[str]:
+        """What comes before a command that is to run on the node."""
+        return ["nsenter", f"--target={self.pid}", "--net", "--uts", "--mount", f"--wdns={ROOT}"]
+
+    def path(self, path: Path) -> Path:
+        """A directory of the node, as it is seen from outside."""
+        return Path(f"/proc/{self.pid}/root{path}")
+
+    def run(self, command: str) -> None:
+        """Run a command there, and fail when it does."""
+        subprocess.run([*self.prefix, *shlex.split(command)], check=True, timeout=20)
+
+    def close(self) -> None:
+        """Remove it; what was mounted and linked goes with its last process."""
+        self._holder.communicate()
+
+
+def join(one: Node, other: Node) -> None:
+    """Lay a cable between two nodes."""
+    one.run(f"ip link add {Node.INTERFACE} type veth peer name {Node.INTERFACE} netns {other.pid}")
+    for node in (one, other):
+        node.run(f"ip address add {node.address}/24 dev {Node.INTERFACE}")
+        node.run(f"ip link set {Node.INTERFACE} up")
