@@ -1,6 +1,6 @@
 """Nodes of a cluster on one machine: network and mount namespaces of their own, joined by a link.
 
-Each node has its own ``/run`` and a directory for its scratch, so that its daemon and its ranks find
+Each node has its own ``/run`` and a directory for its scratch, so its daemon and its ranks find
 each other by the defaults, and nothing of another node. The addresses are those of the range for
 documentation.
 """

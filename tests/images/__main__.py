@@ -22,7 +22,7 @@ DAEMON_UID = 10001
 IN_NAMESPACE = "--in-namespace"
 START_ROUNDS = 5
 HEALTH_CHECKS = 10
-STEPS = 6
+STEPS = 60
 
 
 def size_mib(*directories: Path) -> float:
@@ -43,6 +43,13 @@ def volume(image: Image, place: str, path: Path) -> Path:
     os.chown(path, there.st_uid, there.st_gid)
     os.chmod(path, there.st_mode & 0o7777)
     return path
+
+
+def clients(container: Container) -> list[object]:
+    """Those that the daemon in it serves; none while it starts."""
+    said = container.execute("discod", "status", "--json").stdout
+    found: list[object] = json.loads(said)["clients"] if said else []
+    return found
 
 
 def check(daemon: Image, trainer: Image, folder: Path) -> dict[str, object]:
@@ -81,7 +88,7 @@ def check(daemon: Image, trainer: Image, folder: Path) -> dict[str, object]:
             trainer,
             {"/run/discod:ro": sockets},
             [str(STEPS)],
-            {"DISCOD_ARENA": "16MiB"},
+            {"DISCOD_ARENA": "4MiB", "OMP_NUM_THREADS": "1"},
             groups=[DAEMON_UID],
             log=folder / f"trainer-{number}.log",
         )
@@ -89,17 +96,22 @@ def check(daemon: Image, trainer: Image, folder: Path) -> dict[str, object]:
     ]
     eventually(lambda: all("step 0" in one.log.read_text() for one in trainers), 120, "steps")
     status = json.loads(container.execute("discod", "status", "--json").stdout)
-    found["clients"] = sorted((one["uid"], one["arena_bytes"]) for one in status["clients"])
+    if len(status["clients"]) != len(trainers):
+        sys.exit(f"the trainers ended too early: {status}")
+    found["clients, by uid and arena"] = sorted(
+        (one["uid"], one["arena_bytes"]) for one in status["clients"]
+    )
     found["scratch"] = {name: status["scratch"][0][name] for name in ("fs_type", "direct")}
     container.kill()  # as an engine that replaces it under the trainers
-    container, _ = until_ready()
+    container = start()
+    eventually(lambda: len(clients(container)) == len(trainers), 60, "the trainers' return")
     for one in trainers:
         if one.process.wait(120):
             sys.exit(f"a trainer failed: {one.log.read_text()}")
     said = [one.log.read_text().splitlines()[-1] for one in trainers]
     found["trainers"] = said
-    eventually(lambda: "clients" in container.execute("discod", "status", "--json").stdout)
-    found["exit code"] = container.stop()
+    found["resumed with another daemon"] = log.read_text().count(" resumed, ")
+    found["exit code at the end"] = container.stop()
     found["left in the volumes"] = os.listdir(sockets) + os.listdir(scratch)
     return found
 
@@ -115,7 +127,9 @@ def main() -> None:
     options = parser.parse_args()
     if not options.in_namespace:
         again = [sys.executable, "-m", "tests.images", *sys.argv[1:], IN_NAMESPACE]
-        os.execvp("unshare", ["unshare", "--mount", *again])
+        # All mounts and processes end with it.
+        alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount"]
+        os.execvp("unshare", [*alone, *again])
     options.folder.mkdir(parents=True, exist_ok=True)
     builder = Builder(options.folder.resolve(), TOP, options.bind)
     daemon = builder.build(TOP / "docker/Dockerfile")

@@ -25,6 +25,12 @@ from tests.images.dockerfile import (
 )
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_NO_CACHES = """\
+Dir::Cache::pkgcache "";
+Dir::Cache::srcpkgcache "";
+DPkg::Post-Invoke { "rm -f /var/cache/apt/archives/*.deb"; };
+"""
+"""As in Debian's images for containers, so that what RUN steps leave is what they leave there."""
 _RESOLVER = Path("/etc/resolv.conf")
 
 
@@ -95,7 +101,8 @@ class Builder:
             half = base.with_suffix(".part")
             shutil.rmtree(half, ignore_errors=True)
             _run("debootstrap", "--variant=minbase", release, half)
-            for packages in (half / "var/cache/apt/archives").glob("*.deb"):
+            (half / "etc/apt/apt.conf.d/no-caches").write_text(_NO_CACHES)
+            for packages in (half / "var/cache/apt").rglob("*.*"):
                 packages.unlink()
             half.rename(base)
         return base

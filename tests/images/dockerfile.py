@@ -91,7 +91,7 @@ def pairs(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _instructions(text: str) -> Iterator[Instruction]:
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    lines = [line for line in text.splitlines() if line.strip() and line.lstrip()[0] != "#"]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     for line in joined.splitlines():
         word, _, rest = line.partition(" ")

@@ -15,7 +15,7 @@ from tests.helpers.daemon import eventually
 from tests.images.build import Image
 
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_UNSHARE = ("unshare", "--pid", "--fork", "--kill-child", "--mount", "--ipc", "--uts", "--net")
+_UNSHARE = ("unshare", "--pid", "--fork", "--mount", "--ipc", "--uts", "--net")
 
 
 class Container:
@@ -84,8 +84,8 @@ class Container:
         return self.process.wait(timeout)
 
     def kill(self) -> None:
-        """SIGKILL to all of it."""
-        self.process.kill()
+        """SIGKILL to process 1, and the kernel's to all others with it."""
+        os.kill(self.pid, signal.SIGKILL)
         self.process.wait()
 
     def zombies(self) -> int:
@@ -111,6 +111,8 @@ def _setup(root: Path, volumes: Mapping[str, Path]) -> list[str]:
     """Commands of a shell that is alone in its namespaces."""
     place = shlex.quote(str(root))
     lines = [
+        # As engines do, which make what a volume is mounted on.
+        *(f"mkdir -p {place}{inside.partition(':')[0]}" for inside in volumes),
         f"mount --bind {place} {place}",
         f"mount -o remount,bind,ro {place}",
         f"mount -t proc proc {place}/proc",

@@ -42,7 +42,7 @@ def torchrun(nodes: list[Node], number: int) -> subprocess.Popen[str]:
     options += [f"--node-rank={number}", f"--master-addr={nodes[0].address}", "--master-port=29500"]
     environment = [
         f"GLOO_SOCKET_IFNAME={Node.INTERFACE}",
-        "DISCOD_ARENA=12MiB",
+        "DISCOD_ARENA=4MiB",
         "OMP_NUM_THREADS=1",
     ]
     return subprocess.Popen(
