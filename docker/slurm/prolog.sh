@@ -23,7 +23,7 @@ say() {
 case ${SLURM_JOB_ID:-}:${SLURM_JOB_UID:-} in
     *[!0-9:]* | :* | *:) say "SLURM_JOB_ID and SLURM_JOB_UID are no numbers: no daemon"; exit 0 ;;
 esac
-# Slurm gives no gid before 24.05.
+# Where Slurm gives no gid, that of the user.
 gid=${SLURM_JOB_GID:-$(id -g "$SLURM_JOB_UID")} || { say "uid $SLURM_JOB_UID is unknown: no daemon"; exit 0; }
 
 scratch=$scratch_root/discod-job-$SLURM_JOB_ID
