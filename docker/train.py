@@ -64,6 +64,10 @@ def main() -> None:
         written = disco_client.stats().written_bytes >> 20
         print(f"rank {rank} step {step}: gradients equal, norm {norm:.9f}, {written} MiB written")
     if "RANK" in os.environ:
+        # Without it gloo's threads may still be dropping what the last backward gave them, for
+        # which they need the interpreter, while its end waits for them: for ever
+        # (pytorch/pytorch#56297).
+        torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 

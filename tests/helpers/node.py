@@ -1,4 +1,4 @@
-"""Nodes of a cluster on one machine: network and mount namespaces of their own, joined by a link.
+"""Nodes of a cluster on one machine: namespaces of their own, joined by a virtual cable.
 
 Each node has its own ``/run`` and a directory for its scratch, so its daemon and its ranks find
 each other by the defaults, and nothing of another node. The addresses are those of the range for
@@ -10,6 +10,9 @@ import subprocess
 from pathlib import Path
 
 from tests.helpers.jobs import ROOT
+
+_NAMESPACES = ("--pid", "--net", "--uts", "--mount")
+_UNSHARE = ("unshare", "--fork", "--kill-child", "--mount-proc", *_NAMESPACES)
 
 
 class Node:
@@ -34,7 +37,7 @@ class Node:
             "exec cat",  # until its standard input is closed
         ]
         self._holder = subprocess.Popen(
-            ["unshare", "--net", "--uts", "--mount", "sh", "-euc", "\n".join(setup)],
+            [*_UNSHARE, "sh", "-euc", "\n".join(setup)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -44,13 +47,14 @@ class Node:
 
     @property
     def pid(self) -> int:
-        """Of a process that is in the node's namespaces."""
-        return self._holder.pid
+        """Of the node's process 1, with which all others end."""
+        outer = self._holder.pid
+        return int(Path(f"/proc/{outer}/task/{outer}/children").read_text())
 
     @property
     def prefix(self) -> list[str]:
         """What comes before a command that is to run on the node."""
-        return ["nsenter", f"--target={self.pid}", "--net", "--uts", "--mount", f"--wdns={ROOT}"]
+        return ["nsenter", f"--target={self.pid}", *_NAMESPACES, f"--wdns={ROOT}"]
 
     def path(self, path: Path) -> Path:
         """A directory of the node, as it is seen from outside."""
