@@ -71,7 +71,10 @@ class Node:
 
 def join(one: Node, other: Node) -> None:
     """Lay a cable between two nodes."""
-    one.run(f"ip link add {Node.INTERFACE} type veth peer name {Node.INTERFACE} netns {other.pid}")
+    ends = f"{Node.INTERFACE} type veth peer name {Node.INTERFACE} netns {other.pid}"
+    # The pid is one of the machine's: only the network is to be the node's.
+    within = ["nsenter", f"--target={one.pid}", "--net"]
+    subprocess.run([*within, "ip", "link", "add", *ends.split()], check=True, timeout=20)
     for node in (one, other):
         node.run(f"ip address add {node.address}/24 dev {Node.INTERFACE}")
         node.run(f"ip link set {Node.INTERFACE} up")
