@@ -46,13 +46,10 @@ def gradients(model: nn.Module, hidden: torch.Tensor) -> list[torch.Tensor]:
     return [weight.grad for weight in model.parameters() if weight.grad is not None]
 
 
-def main() -> None:
-    """Train for some steps."""
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 10
-    rank = int(os.environ.get("RANK", "0"))
+def train(steps: int, rank: int) -> None:
+    """Train both models for some steps, and end the process when they differ."""
     models: list[nn.Module] = [Model(offload=False), Model(offload=True)]
-    if "RANK" in os.environ:
-        torch.distributed.init_process_group("gloo")
+    if torch.distributed.is_initialized():
         models = [nn.parallel.DistributedDataParallel(model) for model in models]
     torch.manual_seed(1 + rank)  # to each rank its own data
     for step in range(steps):
@@ -63,11 +60,17 @@ def main() -> None:
         norm = torch.cat([gradient.flatten() for gradient in plain]).norm()
         written = disco_client.stats().written_bytes >> 20
         print(f"rank {rank} step {step}: gradients equal, norm {norm:.9f}, {written} MiB written")
+
+
+def main() -> None:
+    """Train, alone or as a rank of a job."""
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 10
     if "RANK" in os.environ:
-        # Without it gloo's threads may still be dropping what the last backward gave them, for
-        # which they need the interpreter, while its end waits for them: for ever
-        # (pytorch/pytorch#56297).
-        torch.distributed.barrier()
+        torch.distributed.init_process_group("gloo")
+    train(steps, int(os.environ.get("RANK", "0")))
+    # With the models gone: if they were the last to hold the group, its end would wait for threads
+    # that wait for the interpreter (pytorch/pytorch#56297).
+    if "RANK" in os.environ:
         torch.distributed.destroy_process_group()
 
 
