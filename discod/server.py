@@ -98,6 +98,8 @@ class Server:
         free = ((directory.device, directory.free_bytes()) for directory in directories)
         self._disk = Budget(config.disk_bytes or default_disk_bytes(free))
         self._loop = Loop()
+        # Before anybody finds the sockets: process 1 never gets a signal that it does not handle.
+        self._watch_signals()
         self._manager = ServiceManager(self._loop)
         self._metrics = self._make_metrics()
         self._chores = Chores(self._loop.post)
@@ -158,7 +160,6 @@ class Server:
             self._clients_changed,
             self._io_connections.client_gone,
         )
-        self._watch_signals()
         _log.info(
             "discod %s (pid %d) serves %s on %s: arenas up to %s, scratch up to %s, %d threads per "
             "device, chunks of %s, checksums %s",

@@ -16,13 +16,16 @@ class SocketPathTooLong(ValueError):
 
 
 def default_socket_dir() -> Path:
-    """``/run/discod`` when writable, else ``$XDG_RUNTIME_DIR/discod``, else one in the temp dir.
+    """``/run/discod`` when usable, else ``$XDG_RUNTIME_DIR/discod``, else one in the temp dir.
 
-    "Writable" includes that root may make it. The last one is named after the user's uid, and is
-    made with mode 0700 by the daemon.
+    "Usable": a socket is there that this process may connect to, as a service has made it for its
+    group; or this process may write there, or make it. The last one is named after the user's uid,
+    and is made with mode 0700 by the daemon.
     """
     system = Path("/run/discod")
-    if os.access(system if system.exists() else system.parent, os.W_OK):
+    if os.access(system / ATTACH_SOCKET, os.W_OK) or os.access(
+        system if system.exists() else system.parent, os.W_OK
+    ):
         return system
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime:

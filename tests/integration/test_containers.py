@@ -18,6 +18,7 @@ from discod.exits import Exit
 from discod.status import NoStatus, fetch_status
 from tests.helpers.daemon import START_SECONDS, Daemon, eventually
 from tests.helpers.jobs import ROOT
+from tests.helpers.tools import needs
 from tests.integration.conftest import privileged_or_skip
 
 UNSHARE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "--mount"]
@@ -169,6 +170,23 @@ def test_train_and_be_killed(
     os.kill(inner_pid(contained.pid), signal.SIGTERM)
     assert contained.wait() == Exit.OK
     assert time.monotonic() - began < 5
+    assert os.listdir(socket_dir) == []
+
+
+def test_sigterm_as_soon_as_it_listens(
+    start_daemon: Callable[..., Daemon], socket_dir: Path
+) -> None:
+    """Process 1 never gets a signal that it has no handler for.
+
+    So the stop of a container that has just started would be lost, and SIGKILL follow.
+    """
+    needs("strace")
+    slowly = ["strace", "-D", "-o", "/dev/null", "-e", "inject=bind:delay_exit=500000"]
+    daemon = start_daemon(prefix=[*container(PRIVATE_SHM), *slowly], ready=False)
+    inside = inner_pid(daemon.pid)
+    eventually((socket_dir / "attach.sock").exists, START_SECONDS, "the daemon's start")
+    os.kill(inside, signal.SIGTERM)
+    assert daemon.wait() == Exit.OK
     assert os.listdir(socket_dir) == []
 
 

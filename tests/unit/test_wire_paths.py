@@ -46,3 +46,13 @@ def test_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths.tempfile, "gettempdir", lambda: "/var/tmp")
     monkeypatch.setattr(paths.os, "getuid", lambda: 7)
     assert default_socket_dir() == Path("/var/tmp/discod-7")
+
+
+def test_service_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members of the group that a service serves would look for a daemon of their own."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    may = {"/run/discod/attach.sock"}
+    monkeypatch.setattr(paths.os, "access", lambda path, mode: str(path) in may)
+    assert default_socket_dir() == Path("/run/discod")
+    may.clear()  # as for those who are not in the group
+    assert default_socket_dir() == Path("/run/user/7/discod")

@@ -1,0 +1,1 @@
+"""The images of ``docker/``, built and run without a container engine."""
