@@ -71,6 +71,15 @@ def add_contents(_app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] += "\n" + contents(source[0])
 
 
+def keep_colons(
+    _app: Sphinx, what: str, _name: str, _object: object, _options: object, lines: list[str]
+) -> None:
+    """Have napoleon not take a value's docstring up to its first colon for the value's type."""
+    if what in ("attribute", "data", "property"):
+        lines.insert(0, "")  # it looks at the first line only
+
+
 def setup(app: Sphinx) -> None:
     """Sphinx calls it."""
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon
     app.connect("source-read", add_contents)

@@ -51,7 +51,7 @@ class Stats(Counters):
 
     @property
     def written_bytes_per_day(self) -> int:
-        """What a day like the time since this process attached writes, for the disk to endure."""
+        """What a day like the time since this process attached writes: what the disk endures."""
         if not self.attached_seconds:
             return 0
         return int(self.written_bytes * 86_400 / self.attached_seconds)

@@ -8,7 +8,7 @@ PROTOCOL_VERSION = 2
 """Raised on every incompatible change; differing versions are refused at attach."""
 
 PAGE_BYTES = 4096
-"""Every address, offset and length is a multiple of it, as of common NVMe's logical blocks."""
+"""Alignment of every address, offset and length: the largest logical block of common NVMe."""
 
 MAX_ARENA_BYTES = 1 << 46
 """64 TiB: above any node's memory, and far below where offset arithmetic could overflow."""

@@ -47,9 +47,9 @@ class Failure(StrEnum):
     CORRUPT = "corrupt"
     """What was read does not have the checksum that was taken when it was written."""
     REFUSED = "refused"
-    """It is out of bounds, malformed or of an old epoch, which is a fault of the sender."""
+    """Out of bounds, an old epoch, or malformed: a fault of the sender."""
     GPU = "gpu"
-    """The GPU, or the daemon's process for it, cannot do it, and the client copies by itself."""
+    """The GPU, or the daemon's process for it, cannot do it: the client copies by itself."""
 
 
 # The attach conversation.
