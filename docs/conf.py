@@ -76,7 +76,7 @@ def keep_colons(
 ) -> None:
     """Have napoleon not take a value's docstring up to its first colon for the value's type."""
     if what in ("attribute", "data", "property"):
-        lines.insert(0, "")  # it looks at the first line only
+        lines[:0] = ["..", ""]  # it looks at the first line only; this one is an empty comment
 
 
 def setup(app: Sphinx) -> None:
