@@ -18,7 +18,7 @@ BENCH := $(BENCH_VENV)/bin/python
 BENCH_STAMP := $(BENCH_VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format coverage compatibility bench bench-full gpu chaos soak fuzz clean
+.PHONY: help demo test lint format coverage compatibility docs dist bench bench-full gpu chaos soak fuzz clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -56,6 +56,16 @@ coverage: $(STAMP)  ## Run all tests, and show which lines no test reached
 compatibility: $(STAMP)  ## Measure the forms under DDP, FSDP2 and TP, and write docs/compatibility.md
 	$(BIN)/python -m tests.compatibility
 
+docs: $(STAMP)  ## Build the documentation site into site/; warnings are errors
+	rm -rf site
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs . site
+	@echo "open site/index.html"
+
+dist: $(STAMP)  ## Build sdist and wheel into dist/, and check them
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
 $(BENCH_STAMP): pyproject.toml constraints.txt tests/benchmarks/peers.py
 	rm -rf $(BENCH_VENV)
 	$(PYTHON) -m venv $(BENCH_VENV)
@@ -85,6 +95,6 @@ fuzz: $(STAMP)  ## Fuzz all that reads what clients send (some minutes; FUZZ_ARG
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 clean:  ## Remove .venv and all caches
-	rm -rf $(VENV) $(BENCH_VENV) bench-results .mypy_cache .ruff_cache .pytest_cache .hypothesis htmlcov build dist
+	rm -rf $(VENV) $(BENCH_VENV) bench-results .mypy_cache .ruff_cache .pytest_cache .hypothesis htmlcov build dist site
 	rm -f .coverage .coverage.*
 	find . -name __pycache__ -prune -exec rm -rf {} +

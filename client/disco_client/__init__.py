@@ -7,6 +7,7 @@ The short way, in place of :func:`torch.utils.checkpoint.checkpoint`::
     h = disco_client.checkpoint(layer, h, mask)
 """
 
+from disco_client import needs_torch  # noqa: F401  # before what needs it
 from disco_client.checkpoint import checkpoint
 from disco_client.connection import close, connect, stats
 from disco_client.errors import (

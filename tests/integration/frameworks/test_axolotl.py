@@ -181,11 +181,21 @@ def page() -> str:
     return (DOCS / "frameworks" / "axolotl.md").read_text()
 
 
+def configurations() -> dict[str, str]:
+    """The YAML that a reader may start from."""
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", page(), re.MULTILINE | re.DOTALL)
+    return {"page": block, "example": (DOCS.parent / "examples" / "axolotl.yaml").read_text()}
+
+
+@pytest.mark.parametrize("block", configurations().values(), ids=configurations())
 def test_the_page_as_a_configuration(
-    attached: None, axolotl: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    attached: None,
+    axolotl: SimpleNamespace,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    block: str,
 ) -> None:
     """Else the lines that the page has one copy would not load the plugin, or not enable it."""
-    (block,) = re.findall(r"^```yaml\n(.*?)^```", page(), re.MULTILINE | re.DOTALL)
     dictionary = importlib.import_module("axolotl.utils.dict").DictDefault
     cfg = dictionary(yaml.safe_load(block))
     assert cfg["plugins"] == [PLUGIN]
