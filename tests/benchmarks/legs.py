@@ -123,9 +123,7 @@ class Bench:
             "workload": asdict(workload),
             "activation_bytes": workload.activation_bytes,
             "arena_bytes": arena_bytes,
-            "systems": {
-                system: summary(system, runs, workload) for system in leg.systems
-            },
+            "systems": {system: summary(system, runs, workload) for system in leg.systems},
         }
 
 

@@ -1,7 +1,7 @@
 """Processes that save and load through one daemon, in step: ``Ranks`` tells each what to do next.
 
-A rank is a worker (:mod:`tests.benchmarks.workers`) that is told one word a line and answers with one
-line of JSON.
+A rank is a worker (:mod:`tests.benchmarks.workers`) that is told one word a line and answers with
+one line of JSON.
 """
 
 import json

@@ -267,7 +267,8 @@ def _rest(leg: dict[str, Any]) -> str:
         "discod's own work: bookkeeping, the arena's pages in place of the heap's": (FITS, COPIES),
         "what the disk's part takes of cores and memory, and waits": (DISCOD, FITS),
     }
-    text = "\nWhere the rest of the step goes, as shares of a plain step, by rounds:\n\n| | |\n|---|---|\n"
+    text = "\nWhere the rest of the step goes, as shares of a plain step, by rounds:\n\n"
+    text += "| | |\n|---|---|\n"
     for what, (more, less) in parts.items():
         pairs = zip(systems[more]["ratios"], systems[less]["ratios"], strict=True)
         text += f"| {what} | {show(spread([a - b for a, b in pairs]))} |\n"
