@@ -40,16 +40,18 @@ def main(names: tuple[str, ...], full: bool, out: Path, directory: Path, page_on
     """
     console = Console(width=None if sys.stdout.isatty() else 120)
     chosen = [_NAMES[name] for name in names] or list(BENCHMARKS)
-    failed = {}
+    ran, failed = [benchmark.name for benchmark in chosen], {}
     if not page_only:
         with (
             tempfile.TemporaryDirectory(prefix="discod-bench-", dir=directory) as folder,
             console.status("starting") as status,
         ):
             report = run_all(chosen, RunOptions(Path(folder), full), out, status.update)
-        failed = report.failed
+        ran, failed = report.ran, report.failed
     write(out)
     for benchmark in chosen:
+        if benchmark.name not in ran:  # what is there is an earlier run's
+            continue
         path = out / f"{benchmark.name}.json"
         result = page.load(path)
         for goal in benchmark.goals(result["result"]) if result else ():

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from tests.benchmarks.page_cache import cached_bytes
-from tests.benchmarks.systems import AXOLOTL, WITH_ARENA, Attachment
+from tests.benchmarks.systems import ATTACHED, AXOLOTL, COPIES, FITS, Attachment
 from tests.benchmarks.trainer import Settings, StepReport
 from tests.benchmarks.workers import Worker, answers
 from tests.benchmarks.workloads import Workload
@@ -53,7 +53,7 @@ class Job:
     Args:
         system: Of :mod:`tests.benchmarks.systems`.
         workload: What they train.
-        arena_bytes: Of each rank.
+        arena_bytes: Of each rank, but for the controls that need room for all.
         socket_dir: The daemon's.
         folder: An empty directory on the file system to measure, for this job.
         malloc: Key of ``MALLOC``.
@@ -72,8 +72,12 @@ class Job:
         self._log = folder / "log"
         self._files = folder / "files"
         self._files.mkdir()
+        if system in (COPIES, FITS):
+            arena_bytes = workload.arena_bytes(1.0)
+        self.arena_bytes = arena_bytes if system in (*ATTACHED, COPIES) else 0
         attachment = Attachment(
-            arena_bytes=arena_bytes if system in WITH_ARENA else 0,
+            arena_bytes=self.arena_bytes,
+            hidden_bytes=workload.hidden_bytes,
             socket_dir=str(socket_dir),
             min_bytes=min(1 << 20, workload.hidden_bytes),
             folder=str(self._files),

@@ -19,7 +19,7 @@ import psutil
 from tests.benchmarks.frame import WrongBytes
 from tests.benchmarks.jobs import Job, MemorySample
 from tests.benchmarks.service import service
-from tests.benchmarks.systems import AXOLOTL, REFERENCE, WITH_ARENA
+from tests.benchmarks.systems import ATTACHED, AXOLOTL, REFERENCE
 from tests.benchmarks.trainer import StepReport
 from tests.benchmarks.workers import DAEMON_OPTIONS
 from tests.benchmarks.workloads import Workload
@@ -123,9 +123,7 @@ class Bench:
             "workload": asdict(workload),
             "activation_bytes": workload.activation_bytes,
             "arena_bytes": arena_bytes,
-            "systems": {
-                system: summary(system, runs, workload, arena_bytes) for system in leg.systems
-            },
+            "systems": {system: summary(system, runs, workload) for system in leg.systems},
         }
 
 
@@ -179,9 +177,7 @@ def check_daemon(runs: dict[str, SystemRun], daemon: Daemon) -> None:
             raise WrongBytes(f"{name}: {moved} by the daemon, {said} by the ranks")
 
 
-def summary(
-    system: str, runs: dict[str, SystemRun], workload: Workload, arena_bytes: int
-) -> dict[str, Any]:
+def summary(system: str, runs: dict[str, SystemRun], workload: Workload) -> dict[str, Any]:
     """What the page needs of one system: lists by round, medians of the counters per rank."""
     run, reference = runs[system], runs[REFERENCE[system]]
     counted = [report for block in run.blocks for step in block.steps for report in step]
@@ -202,10 +198,10 @@ def summary(
         result["peak_bytes"] = max(result["peak_bytes"], most.total_bytes // workload.ranks)
         for name in ("write_bytes", "cancelled_write_bytes", "read_bytes"):
             result[name] = median(report.file_bytes[name] for report in counted)
-    if system in WITH_ARENA:
+    if system in ATTACHED:
         steps = sum(len(block.steps) for block in run.blocks)
         result["daemon_cpu_seconds"] = sum(b.daemon_cpu_seconds for b in run.blocks) / steps
         for name in counted[0].traffic or {}:
             result[name] = median((report.traffic or {})[name] for report in counted)
-        result["overflow_bytes"] = max(0, result["saved_bytes"] - arena_bytes)
+        result["overflow_bytes"] = max(0, result["saved_bytes"] - run.job.arena_bytes)
     return result

@@ -1,26 +1,30 @@
 """Processes that save and load through one daemon, in step: ``Ranks`` tells each what to do next.
 
-A rank is a process of its own (``python -m tests.benchmarks.ranks``) that takes one word a line
-from its standard input and answers with one line of JSON.
+A rank is a worker (:mod:`tests.benchmarks.workers`) that is told one word a line and answers with
+one line of JSON.
 """
 
 import json
-import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
 import disco_client
 from tests.benchmarks.cycles import Cycles, Phase
 from tests.benchmarks.daemon_cost import cpu_seconds
-from tests.benchmarks.frame import WrongBytes
+from tests.benchmarks.workers import Worker, answering, answers
 from tests.helpers.daemon import Daemon
-from tests.helpers.jobs import ROOT
 
 WORDS = ("warm-up", "write", "read", "mixed", "drop")
+
+START_SECONDS = 120.0
+PHASE_SECONDS = 300.0
+"""Far more than any phase takes: a rank that hangs must not hang the benchmark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,57 +75,40 @@ class Ranks:
         self, daemon: Daemon, count: int, blob_bytes: int, blobs: int, arena_bytes: int
     ) -> None:
         self._daemon_pid = daemon.pid
-        self._stack = ExitStack()
-        self._processes = []
-        arguments = [str(daemon.socket_dir), str(blob_bytes), str(blobs), str(arena_bytes)]
-        for _ in range(count):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.benchmarks.ranks", *arguments],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            self._stack.callback(_end, process)
-            self._processes.append(process)
+        settings = json.dumps([str(daemon.socket_dir), blob_bytes, blobs, arena_bytes])
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="discod-ranks-")))
+            self._ranks = []
+            for number in range(count):
+                rank = Worker("tests.benchmarks.ranks", settings, folder / f"rank{number}.log")
+                stack.callback(rank.kill)
+                self._ranks.append(rank)
+            answers(self._ranks, START_SECONDS)
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> "Ranks":
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        with self._stack:
+            if error is None:
+                for rank in self._ranks:
+                    rank.end()
+                for rank in self._ranks:
+                    rank.close()
 
     def all(self, word: str) -> Together:
         """What each rank did on ``word``, of :data:`WORDS`, all at the same time.
 
         Raises:
-            WrongBytes: A rank has found that, or has ended.
+            WorkerFailed: A rank has ended, or did nothing for ``PHASE_SECONDS``; with what it said.
         """
         before = cpu_seconds(self._daemon_pid)
-        for process in self._processes:
-            if process.stdin is None:
-                raise WrongBytes("a rank cannot be told anything")
-            process.stdin.write(word + "\n")
-            process.stdin.flush()
-        phases = []
-        for process in self._processes:
-            line = process.stdout.readline() if process.stdout is not None else ""
-            if not line:
-                raise WrongBytes(f"a rank ended while it did {word!r}; see what it printed")
-            phases.append(Phase(**json.loads(line)))
+        for rank in self._ranks:
+            rank.tell(word)
+        lines = answers(self._ranks, PHASE_SECONDS)
+        phases = [Phase(**json.loads(line)) for line in lines]
         return Together(phases, cpu_seconds(self._daemon_pid) - before)
-
-
-def _end(process: "subprocess.Popen[str]") -> None:
-    if process.stdin is not None:
-        process.stdin.close()
-    try:
-        process.wait(30)
-    finally:
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
 
 
 def serve(socket_dir: str, blob_bytes: int, blobs: int, arena_bytes: int) -> None:
@@ -129,6 +116,15 @@ def serve(socket_dir: str, blob_bytes: int, blobs: int, arena_bytes: int) -> Non
     torch.set_num_threads(1)  # as torchrun sets it for every rank
     disco_client.connect(socket_dir, arena=arena_bytes)
     cycles = Cycles(blob_bytes, blobs)
+    with answering() as answer:
+        answer("ready")
+        serve_words(cycles, answer)
+    cycles.close()
+    disco_client.close()
+
+
+def serve_words(cycles: Cycles, answer: Callable[[str], None]) -> None:
+    """Until the end of stdin."""
     for line in sys.stdin:
         word = line.strip()
         if word == "warm-up":
@@ -142,10 +138,8 @@ def serve(socket_dir: str, blob_bytes: int, blobs: int, arena_bytes: int) -> Non
             phase = Phase(0, 0, 0.0, 0.0, 0.0, 0.0)
         else:
             phase = {"write": cycles.write, "read": cycles.read, "mixed": cycles.mixed}[word]()
-        print(json.dumps(asdict(phase)), flush=True)
-    cycles.close()
-    disco_client.close()
+        answer(json.dumps(asdict(phase)))
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], *map(int, sys.argv[2:5]))
+    serve(*json.loads(sys.argv[1]))

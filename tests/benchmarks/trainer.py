@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import disco_client
-from tests.benchmarks.systems import WITH_ARENA, Attachment, open_system
+from tests.benchmarks.systems import ATTACHED, Attachment, open_system
 from tests.benchmarks.workers import answering
 from tests.benchmarks.workloads import Workload, make_batch, make_model
 
@@ -82,7 +82,7 @@ class Trainer:
     def __init__(self, settings: Settings) -> None:
         torch.set_num_threads(settings.threads)
         self._settings = settings
-        self._offloads = settings.system in WITH_ARENA
+        self._offloads = settings.system in ATTACHED
         workload = settings.workload
         self._model = make_model(workload, open_system(settings.system, settings.attachment))
         self._parallel: nn.Module = self._model
@@ -175,7 +175,7 @@ def main() -> None:
         answer("ready")
         for line in sys.stdin:
             answer(json.dumps([asdict(trainer.step()) for _ in range(int(line))]))
-        if settings.system in WITH_ARENA:
+        if settings.system in ATTACHED:
             disco_client.close()
         if workload.ranks > 1:
             torch.distributed.destroy_process_group()
