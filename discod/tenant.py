@@ -16,6 +16,7 @@ from discod.engine import Engine, Job
 from discod.failures import failed
 from discod.gpus import Gpus
 from discod.mapping import Mapping
+from discod.recorder import source
 from discod.rings import Rings
 from discod.schedule import Priority
 from discod.scratch_file import ScratchFile
@@ -111,6 +112,7 @@ class Tenant:
         self.files = files
         self.written_bytes = 0
         self.read_bytes = 0
+        self._source = source(who.pid, who.rank)
         self._epoch = epoch
         self._mapping = mapping
         self._mode = mode
@@ -245,7 +247,8 @@ class Tenant:
     def _start(
         self, request: Write | Read, file: File, priority: Priority, work: WriteBlob | ReadBlob
     ) -> None:
-        job = Job(self, priority, request.length, work, partial(self._ended, request, file))
+        ended = partial(self._ended, request, file)
+        job = Job(self, priority, request.length, work, ended, self._source)
         self._jobs[request.seq] = job, file.engine
         file.busy += 1
         file.engine.submit(job)

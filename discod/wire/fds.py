@@ -20,6 +20,7 @@ Close = Callable[[Iterable[int]], None]
 
 M = TypeVar("M", bound=Message)
 N = TypeVar("N", bound=Message)
+K = TypeVar("K", bound=Message)
 
 
 def close_all(fds: Iterable[int]) -> None:
@@ -41,6 +42,16 @@ def receive_message(
 def receive_message(
     connection: socket.socket, one: type[M], other: type[N], /, *, close: Close = ...
 ) -> tuple[M | N, list[int]]: ...
+@overload
+def receive_message(
+    connection: socket.socket,
+    one: type[M],
+    other: type[N],
+    third: type[K],
+    /,
+    *,
+    close: Close = ...,
+) -> tuple[M | N | K, list[int]]: ...
 def receive_message(
     connection: socket.socket, /, *expected: type[Any], close: Close = close_all
 ) -> tuple[Any, list[int]]:

@@ -14,7 +14,17 @@ from discod.loop import Loop
 from discod.permits import Permits
 from discod.wire import PROTOCOL_VERSION
 from discod.wire.codec import encode
-from discod.wire.messages import Attach, Hello, Message, Ping, StatusRequest, Welcome
+from discod.wire.messages import (
+    Attach,
+    Hello,
+    Message,
+    Ping,
+    Records,
+    StatusRequest,
+    TraceReply,
+    TraceRequest,
+    Welcome,
+)
 from tests.fuzz.source import Source
 
 MESSAGES: tuple[Message, ...] = (
@@ -24,6 +34,8 @@ MESSAGES: tuple[Message, ...] = (
     Attach(-1, -1, "", True),
     StatusRequest(),
     Ping(1, 1),
+    TraceRequest(0, 0),
+    TraceRequest(1 << 40, -1),
 )
 PACKETS = tuple(map(encode, MESSAGES))
 MOST_PACKETS = 6
@@ -63,6 +75,9 @@ class Server:
 
     def status(self) -> str:
         return "{}"
+
+    def trace(self, request: TraceRequest) -> TraceReply:
+        return TraceReply(0, 0, Records(b""), ("/s",), 1)
 
     def attach(self, handshake: Handshake, attach: Attach, fds: list[int]) -> None:
         self.attaches += 1
