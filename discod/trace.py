@@ -21,8 +21,9 @@ from discod.recorder import (
 from discod.wire.fds import receive_message, send_message
 from discod.wire.messages import Records, TraceReply, TraceRequest
 
-MOST_NAME_CHARS = 100
-"""Of a device, so that the names of all fit into a message beside the records."""
+MOST_NAME_CHARS = 200
+MOST_NAMES_CHARS = 6000
+"""Of a device, and of all, so that they fit into a message beside the records in any script."""
 
 TIMEOUT_SECONDS = 10.0
 """Of each part; the machine may be busier when somebody wants a trace than otherwise."""
@@ -42,7 +43,8 @@ class Recorded:
         self.waits = Recorder(MOST_WAITS)
         by_engine = {device.engine: device for device in devices}
         self._devices = tuple(by_engine.values())
-        self._names = tuple(_name(one, devices) for one in self._devices)
+        most = min(MOST_NAME_CHARS, MOST_NAMES_CHARS // len(self._devices))
+        self._names = tuple(_name(one, devices)[:most] for one in self._devices)
 
     def reply(self, request: TraceRequest) -> TraceReply:
         """The answer; nothing is in a ring that does not exist."""
@@ -57,10 +59,9 @@ class Recorded:
 
 
 def _name(device: Device, devices: Sequence[Device]) -> str:
-    paths = [str(one.directory.path) for one in devices if one.engine is device.engine]
+    paths = ", ".join(str(one.directory.path) for one in devices if one.engine is device.engine)
     found = block_device(device.directory.device)
-    name = ", ".join(paths) + (f" ({found.name})" if found else "")
-    return name if len(name) <= MOST_NAME_CHARS else f"{name[: MOST_NAME_CHARS - 3]}..."
+    return f"{found.name}: {paths}" if found else paths
 
 
 def _realtime_ns() -> int:

@@ -70,7 +70,8 @@ def merge(profile: Mapping[str, Any], trace: Trace, since_ns: int) -> dict[str, 
     if not isinstance(events, list) or type(base) is not int:
         raise ValueError('it has no list "traceEvents", as torch.profiler exports it')
     # What the profile names, it names better.
-    named = {event.get("pid") for event in events if event.get("name") == "process_name"}
+    known = [event for event in events if isinstance(event, dict)]
+    named = {event.get("pid") for event in known if event.get("name") == "process_name"}
     ours = _events(trace, since_ns, trace.realtime_ns - base)
     more = [event for event in ours if not (event["ph"] == "M" and _names(event, named))]
     return {**profile, "traceEvents": [*events, *more]}
@@ -84,7 +85,7 @@ def _names(event: Event, pids: set[Any]) -> bool:
 def _events(trace: Trace, since_ns: int, offset_ns: int) -> Iterator[Event]:
     for number, (name, part) in enumerate(trace.devices):
         pid = DEVICE_PID + number
-        yield from _process(pid, f"discod {name} (pid {trace.pid})", number)
+        yield from _process(pid, f"discod (pid {trace.pid}) {name}", number)
         records = part.since(since_ns)
         for thread in sorted({record.thread for record in records}):
             yield _metadata("thread_name", pid, thread + 1, name=f"I/O thread {thread}")
