@@ -10,6 +10,7 @@ import click
 
 SUMMARIES = {
     "status": "Show the daemon's scratch directories and clients.",
+    "doctor": "Check whether this machine, and this user, can use discod.",
     "trace": "Write the daemon's last I/O calls, and its clients' waits, as a trace.",
 }
 """What ``discod --help`` says of each; so that it need not load them all."""
