@@ -22,9 +22,9 @@ def check_container(root: Path = Path("/")) -> Iterator[Finding]:
     if inner:
         yield ok(
             "namespaces",
-            f"this process has its own {' and '.join(inner)} namespace, as in a container: trainers "
-            "outside of it need the socket directory in common and no more; for "
-            "transport=cuda-ipc they must be in the same pid and ipc namespaces as the daemon",
+            f"an own {' and '.join(inner)} namespace, as in a container: daemon and trainers need "
+            "the socket directory in common and no more; for transport=cuda-ipc they must be in "
+            "the same pid and ipc namespaces",
         )
     else:
         yield ok("namespaces", "the machine's own, or not known: this is no container")

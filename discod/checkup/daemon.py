@@ -1,5 +1,9 @@
-"""The socket directory and the daemon behind it: is it there, alive, ours to use, and as we are."""
+"""The socket directory and the daemon behind it: is it there, alive, ours to use, and as we are.
 
+Where a service manager holds the sockets, asking starts the daemon.
+"""
+
+import contextlib
 import errno
 import json
 import os
@@ -51,14 +55,36 @@ def look_for_daemon(socket_dir: Path) -> Daemon:
     daemon = Daemon(socket_dir)
     try:
         with conversation(socket_dir, "status", ANSWER_SECONDS) as (connection, welcome):
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            daemon.pid, daemon.uid, _ = struct.unpack("3i", credentials)
+            daemon.pid, daemon.uid = _owner(connection, welcome)
             send_message(connection, StatusRequest())
             daemon.status = json.loads(receive_message(connection, StatusReply)[0].json)
             daemon.welcome = welcome
     except (NoAnswer, SocketPathTooLong) as error:
         daemon.error = error
     return daemon
+
+
+def _owner(connection: socket.socket, welcome: Welcome) -> tuple[int, int | None]:
+    """The daemon's pid and uid, as far as they are seen from here.
+
+    The kernel names whoever made the socket. That is a service manager where it hands the daemon
+    its sockets, and pid 0 where the daemon is in a pid namespace that is not seen from here.
+    """
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, _ = struct.unpack("3i", credentials)
+    if pid == 0 or _is_discod(pid):
+        return pid, uid
+    if _is_discod(welcome.pid):
+        with contextlib.suppress(OSError):
+            return welcome.pid, os.stat(f"/proc/{welcome.pid}").st_uid
+    return 0, None
+
+
+def _is_discod(pid: int) -> bool:
+    try:
+        return b"discod" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def check_daemon(daemon: Daemon) -> Iterator[Finding]:
@@ -107,13 +133,13 @@ def _directory(daemon: Daemon) -> Finding:
         return warn(check, found, "choose another --socket-dir (DISCOD_SOCKET_DIR)")
     if not os.access(path, os.W_OK | os.X_OK):
         found = f"{whose}: uid {os.geteuid()} cannot make sockets in it"
-        return warn(check, found, f"chown {os.geteuid()} {path}, or choose another --socket-dir")
+        return warn(check, found, "give it to this user (chown), or choose another --socket-dir")
     return ok(check, whose)
 
 
 def _alive(daemon: Daemon, welcome: Welcome, io_path: Path) -> Iterator[Finding]:
-    pid = f"pid {daemon.pid}" if daemon.pid else "in another pid namespace"
-    yield ok("daemon", f"discod {welcome.version} answers, {pid}, uid {daemon.uid}")
+    pid = f"pid {daemon.pid}" if daemon.pid else "its pid is not seen from here"
+    yield ok("daemon", f"discod {welcome.version} answers, {pid}, {_user(daemon.uid)}")
     if welcome.version != __version__:
         yield warn(
             "versions",
@@ -124,7 +150,7 @@ def _alive(daemon: Daemon, welcome: Welcome, io_path: Path) -> Iterator[Finding]
     else:
         yield ok("versions", f"both {__version__}, protocol {PROTOCOL_VERSION}")
     uid = os.geteuid()
-    if uid == 0 and daemon.uid != 0:
+    if uid == 0 and daemon.uid not in (0, None):
         remedy = f"run trainers as uid {daemon.uid}, or as a member of its --allow-group"
         yield warn(
             "access", f"root may see its status, and may not attach ({_whose(daemon)})", remedy
@@ -140,8 +166,11 @@ def _alive(daemon: Daemon, welcome: Welcome, io_path: Path) -> Iterator[Finding]
 
 
 def _whose(daemon: Daemon) -> str:
-    own = "its own user" if daemon.uid == os.geteuid() else "not its user"
-    return f"it is uid {daemon.uid}'s, {own}"
+    return "it is its own" if daemon.uid == os.geteuid() else f"it is {_user(daemon.uid)}'s"
+
+
+def _user(uid: int | None) -> str:
+    return "an unknown user" if uid is None else f"uid {uid}"
 
 
 def _arenas(welcome: Welcome) -> Finding:

@@ -101,7 +101,7 @@ def _not_writable(path: Path, error: OSError, fs_type: str) -> Finding:
                 f"uid {uid} may not write to it: it belongs to uid {status.st_uid}, gid "
                 f"{status.st_gid}, mode {status.st_mode & 0o7777:04o}"
             )
-            remedy = f"chown {uid} {path}, or run this as the user who runs the daemon"
+            remedy = f"give it to uid {uid} (chown), or run this as the user who runs the daemon"
         case errno.ENOSPC | errno.EDQUOT:
             found, remedy = f"no file can be made: {error.strerror}", "free some space, or inodes"
         case _:
@@ -131,7 +131,7 @@ def _device(device: int, fs_type: str, subject: str) -> Finding:
         return ok(check, f"not known: {fs_type} is on no single disk that /sys shows", subject)
     if found.rotational:
         # Disks of virtual machines say so too, whatever is below them.
-        remedy = f"{_DISK}; in a virtual machine this may be untrue: measure it, with fio say"
+        remedy = f"{_DISK}; in a virtual machine it may be untrue: measure it, say with fio"
         return warn(check, f"{found.name} says that it rotates", remedy, subject)
     kind = "NVMe" if found.name.startswith("nvme") else "not NVMe by its name"
     return ok(check, f"{found.name}, {kind}, does not rotate", subject)
