@@ -1,29 +1,24 @@
-"""All checks, side by side and within a time: a file system or driver that hangs holds up no other.
+"""All checks, those that may hang side by side, within a time."""
 
-A check that fails at something that nobody has thought of is a finding too.
-"""
-
-import threading
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from discod.checkup.client import check_client
 from discod.checkup.container import check_container
-from discod.checkup.daemon import Daemon, check_daemon, look_for_daemon
-from discod.checkup.finding import Finding, fail, warn
-from discod.checkup.gpu import Gpus, check_gpus, look_for_gpus
+from discod.checkup.daemon import check_daemon, look_for_daemon
+from discod.checkup.errand import Answer, Errand
+from discod.checkup.finding import Finding, warn
+from discod.checkup.gpu import check_gpus, look_for_gpus
 from discod.checkup.kernel import check_kernel
 from discod.checkup.limits import check_limits
 from discod.checkup.memory import check_memory
-from discod.checkup.scratch import check_scratch
+from discod.checkup.scratch import check_lock, check_scratch
 
-T = TypeVar("T")
-
-MOST_SECONDS = 1.7
+MOST_SECONDS = 1.6
 """Until what has not answered is given up: the command as a whole has 2 s."""
 
 
@@ -32,96 +27,53 @@ class Section:
     """The findings about one kind of thing."""
 
     title: str
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Finding]
 
 
 def examine(scratch: Sequence[Path], socket_dir: Path) -> list[Section]:
-    """All findings, in sections.
+    """All findings, in sections. To be called while this process has one thread.
 
     Args:
-        scratch: The scratch directories to look at.
+        scratch: The scratch directories to look at; each once.
         socket_dir: Where to look for a daemon.
     """
     deadline = time.monotonic() + MOST_SECONDS
-    gpus = _Task(look_for_gpus)
-    daemon = _Task(lambda: look_for_daemon(socket_dir))
-
-    def with_daemon() -> Iterable[Finding]:
-        return check_daemon(daemon.wait(deadline) or Daemon(socket_dir))
-
-    def with_gpus() -> Iterable[Finding]:
-        return check_gpus(gpus.wait(deadline) or Gpus([]))
-
-    def limits() -> Iterable[Finding]:
-        found = gpus.wait(deadline)
-        return check_limits(len(found.uuids or found.nodes) if found else 0)
-
-    def one(path: Path) -> Callable[[], Iterable[Finding]]:
-        def check() -> Iterable[Finding]:
-            found = daemon.wait(deadline)
-            return check_scratch(path, found.pid if found else None)
-
-        return check
-
-    parts: list[tuple[str, str, Callable[[], Iterable[Finding]]]] = [
-        *(("scratch", str(path), one(path)) for path in scratch),
-        ("daemon", "", with_daemon),
-        ("limits", "", limits),
-        ("memory", "", check_memory),
-        ("kernel", "", check_kernel),
-        ("container", "", check_container),
-        ("GPU", "", with_gpus),
-        ("client", "", check_client),
+    places = {os.path.abspath(path): path for path in scratch}
+    gpu_errand = Errand("GPU", _gpus)
+    daemon_errand = Errand("daemon", partial(_daemon, socket_dir))
+    scratch_errands = [
+        Errand("scratch", partial(check_scratch, path), str(path)) for path in places.values()
     ]
-    tasks = [(title, subject, _Task(partial(_all, make))) for title, subject, make in parts]
-    sections: dict[str, Section] = {}
-    for title, subject, task in tasks:
-        section = sections.setdefault(title, Section(title))
-        section.findings += _outcome(task, title, subject, deadline)
+    kernel, container = list(check_kernel()), list(check_container())
+    memory, client = list(check_memory()), list(check_client())
+    daemon, daemon_pid = daemon_errand.wait(deadline)
+    gpus, gpu_count = gpu_errand.wait(deadline)
+    directories: list[Finding] = []
+    for path, errand in zip(places.values(), scratch_errands, strict=True):
+        findings, holder = errand.wait(deadline)
+        directories += [*findings, *check_lock(path, holder, daemon_pid)]
     if not scratch:
-        sections = {"scratch": Section("scratch", [_no_scratch()]), **sections}
-    return list(sections.values())
+        found = "none was given, so that none was checked"
+        directories = [warn("directory", found, "give --scratch DIR")]
+    return [
+        Section("scratch", directories),
+        Section("daemon", list(daemon)),
+        Section("limits", list(check_limits(gpu_count))),
+        Section("memory", memory),
+        Section("kernel", kernel),
+        Section("container", container),
+        Section("GPU", list(gpus)),
+        Section("client", client),
+    ]
 
 
-def _all(make: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    return list(make())
+def _daemon(socket_dir: Path) -> Answer:
+    """The findings, and the daemon's pid."""
+    daemon = look_for_daemon(socket_dir)
+    return list(check_daemon(daemon)), daemon.pid
 
 
-def _outcome(
-    task: "_Task[list[Finding]]", title: str, subject: str, deadline: float
-) -> list[Finding]:
-    findings = task.wait(deadline)
-    if findings is not None:
-        return findings
-    if task.error is not None:
-        kind = type(task.error).__name__
-        remedy = "look into it by hand; if this is a bug of discod, please report it"
-        return [warn(title, f"could not be checked: {kind}: {task.error}", remedy, subject)]
-    found = f"no answer within {MOST_SECONDS} s"
-    return [fail(title, found, "see whether a disk, mount or driver hangs (dmesg)", subject)]
-
-
-def _no_scratch() -> Finding:
-    return warn("directory", "none was given, so that none was checked", "give --scratch DIR")
-
-
-class _Task(Generic[T]):
-    """A function in a thread of its own, which nothing waits for when the process ends."""
-
-    def __init__(self, function: Callable[[], T]) -> None:
-        self._function = function
-        self._value: T | None = None
-        self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._value = self._function()
-        except Exception as error:  # noqa: BLE001  said by whoever waits
-            self.error = error
-
-    def wait(self, deadline: float) -> T | None:
-        """What it gives; None when it raises, or is not done by the deadline."""
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        return self._value
+def _gpus() -> Answer:
+    """The findings, and how many GPUs there are."""
+    gpus = look_for_gpus()
+    return list(check_gpus(gpus)), len(gpus.uuids or gpus.nodes)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from discod.block_device import block_device
+from discod.checkup.errand import Answer
 from discod.checkup.finding import Finding, fail, ok, warn
 from discod.checkup.quotas import room_by_quota
 from discod.io import Io
@@ -28,13 +29,35 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _DISK = "choose a directory on a local NVMe disk"
 
 
-def check_scratch(path: Path, daemon_pid: int | None) -> Iterator[Finding]:
-    """The findings about one directory; after one that ends it all there are no more.
+def check_scratch(path: Path) -> Answer:
+    """The findings about one directory, and the pid of the daemon that has locked it, or 0."""
+    findings = list(_findings(path))
+    holder = None
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            holder = holder_of(fd)
+        finally:
+            os.close(fd)
+    return findings, holder or 0
 
-    Args:
-        path: The directory.
-        daemon_pid: The daemon that answers, if one does.
+
+def check_lock(path: Path, holder: int, daemon_pid: int) -> Iterator[Finding]:
+    """What follows from ``holder``, as :func:`check_scratch` gives it, having the directory.
+
+    ``daemon_pid``: Of the daemon that answers, or 0.
     """
+    if holder == 0:
+        return
+    if holder == daemon_pid:
+        yield ok("in use", f"by the daemon that runs, pid {holder}", str(path))
+    else:
+        remedy = "use that daemon (its --socket-dir), stop it, or give this one another directory"
+        yield warn("in use", f"by another daemon, pid {holder}", remedy, str(path))
+
+
+def _findings(path: Path) -> Iterator[Finding]:
+    """After one that ends it all there are no more."""
     subject = str(path)
     unusable = _reachable(path, subject)
     if unusable is not None:
@@ -58,7 +81,6 @@ def check_scratch(path: Path, daemon_pid: int | None) -> Iterator[Finding]:
         yield from _reservation(fd, fs_type, subject)
     finally:
         os.close(fd)
-    yield from _lock(path, daemon_pid, subject)
 
 
 def _reachable(path: Path, subject: str) -> Finding | None:
@@ -191,19 +213,3 @@ def _reservation(fd: int, fs_type: str, subject: str) -> Iterator[Finding]:
     finally:
         with contextlib.suppress(OSError):
             os.ftruncate(fd, 0)
-
-
-def _lock(path: Path, daemon_pid: int | None, subject: str) -> Iterator[Finding]:
-    """Only where a daemon has it."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        holder = holder_of(fd)
-    finally:
-        os.close(fd)
-    if holder is None:
-        return
-    if holder == daemon_pid:
-        yield ok("in use", f"by the daemon that runs, pid {holder}", subject)
-    else:
-        remedy = "use that daemon (its --socket-dir), stop it, or give this one another directory"
-        yield warn("in use", f"by another daemon, pid {holder}", remedy, subject)
