@@ -1,8 +1,8 @@
-"""All checks, those that may hang side by side, within a time."""
+"""All checks, side by side and within a time: what hangs or crashes takes no other with it."""
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ class Section:
     """The findings about one kind of thing."""
 
     title: str
-    findings: list[Finding]
+    findings: Sequence[Finding]
 
 
 def examine(scratch: Sequence[Path], socket_dir: Path) -> list[Section]:
@@ -44,8 +44,15 @@ def examine(scratch: Sequence[Path], socket_dir: Path) -> list[Section]:
     scratch_errands = [
         Errand("scratch", partial(check_scratch, path), str(path)) for path in places.values()
     ]
-    kernel, container = list(check_kernel()), list(check_container())
-    memory, client = list(check_memory()), list(check_client())
+    others = {
+        title: Errand(title, partial(_plain, check))
+        for title, check in (
+            ("memory", check_memory),
+            ("kernel", check_kernel),
+            ("container", check_container),
+            ("client", check_client),
+        )
+    }
     daemon, daemon_pid = daemon_errand.wait(deadline)
     gpus, gpu_count = gpu_errand.wait(deadline)
     directories: list[Finding] = []
@@ -53,18 +60,22 @@ def examine(scratch: Sequence[Path], socket_dir: Path) -> list[Section]:
         findings, holder = errand.wait(deadline)
         directories += [*findings, *check_lock(path, holder, daemon_pid)]
     if not scratch:
-        found = "none was given, so that none was checked"
-        directories = [warn("directory", found, "give --scratch DIR")]
-    return [
-        Section("scratch", directories),
-        Section("daemon", list(daemon)),
-        Section("limits", list(check_limits(gpu_count))),
-        Section("memory", memory),
-        Section("kernel", kernel),
-        Section("container", container),
-        Section("GPU", list(gpus)),
-        Section("client", client),
-    ]
+        said = "none was given, so that none was checked"
+        directories = [warn("directory", said, "give --scratch DIR")]
+    more = {title: errand.wait(deadline)[0] for title, errand in others.items()}
+    found = {
+        "scratch": directories,
+        "daemon": daemon,
+        "limits": [*check_limits(gpu_count)],
+        **{title: more[title] for title in ("memory", "kernel", "container")},
+        "GPU": gpus,
+        "client": more["client"],
+    }
+    return [Section(title, findings) for title, findings in found.items()]
+
+
+def _plain(check: Callable[[], Iterable[Finding]]) -> Answer:
+    return list(check()), 0
 
 
 def _daemon(socket_dir: Path) -> Answer:

@@ -174,8 +174,10 @@ def hung_mount(point: Path) -> Iterator[Path]:
         there.close()
         # Its fds are left where they are: a child of this process would close them, and hang.
         assert select.select([here], [], [], 20)[0]
-        yield Path(f"/proc/{server.pid}/root{point}")
-        here.close()
+        try:
+            yield Path(f"/proc/{server.pid}/root{point}")
+        finally:
+            here.send(b".")
 
 
 def test_a_file_system_that_hangs(tmp_path: Path, scratch: Path, short_dir: Path) -> None:
