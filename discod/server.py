@@ -21,7 +21,7 @@ import resource
 import signal
 import socket
 from functools import partial
-from typing import cast
+from typing import cast, get_args
 
 from discod import __version__, checksum, faults
 from discod.activation import passed_sockets
@@ -51,23 +51,7 @@ from discod.trace import Recorded
 from discod.trimming import Trimmer
 from discod.wire import PROTOCOL_VERSION
 from discod.wire.codec import WireError, decode, encode
-from discod.wire.messages import (
-    Cancel,
-    CloseRing,
-    CopyIn,
-    CopyOut,
-    Failed,
-    Failure,
-    OpenRing,
-    Ping,
-    Promote,
-    Read,
-    Reply,
-    Request,
-    Trim,
-    Welcome,
-    Write,
-)
+from discod.wire.messages import Failed, Failure, Message, Reply, Request, Welcome
 from discod.wire.sizes import format_size
 from discod.write_record import WriteRecord
 from discod.writes import Writes
@@ -400,10 +384,7 @@ def _check_fd_limit(descriptors: Descriptors, config: Config) -> None:
     _log.warning("%s", text)
 
 
-_REQUESTS = (
-    *(Write, Read, Promote, Cancel, Trim, Ping),
-    *(OpenRing, CloseRing, CopyOut, CopyIn),
-)
+_REQUESTS: tuple[type[Message], ...] = get_args(Request)
 
 
 def _decode(body: bytes) -> Request:

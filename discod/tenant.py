@@ -12,6 +12,7 @@ from functools import partial
 
 from discod import checksum
 from discod.bounds import Refusal, check_pages, check_range
+from discod.client_report import spans_of
 from discod.engine import Engine, Job
 from discod.failures import failed
 from discod.gpus import Gpus
@@ -34,6 +35,7 @@ from discod.wire.messages import (
     Promote,
     Read,
     Reply,
+    Report,
     Request,
     Trim,
     Write,
@@ -92,6 +94,9 @@ class Tenant:
         idle: Called when a file that is to be trimmed has nothing left to do.
         step_bytes: As for :func:`discod.checksum.take`.
         writes: Counts what goes to the disks, and may hold it up; None: nothing does.
+
+    Attributes:
+        report: The last one that the client has sent.
     """
 
     def __init__(
@@ -113,6 +118,7 @@ class Tenant:
         self.written_bytes = 0
         self.read_bytes = 0
         self._source = source(who.pid, who.rank)
+        self.report: Report | None = None
         self._epoch = epoch
         self._mapping = mapping
         self._mode = mode
@@ -158,6 +164,10 @@ class Tenant:
                     self._promote(request.target)
                     self._done(request)
                 case Ping():
+                    self._done(request)
+                case Report():
+                    spans_of(request)
+                    self.report = request
                     self._done(request)
                 case OpenRing() | CloseRing() | CopyOut() | CopyIn():
                     self._check_seq(request.seq)

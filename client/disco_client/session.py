@@ -30,6 +30,7 @@ from disco_client.lending import Lending, Loan
 from disco_client.link import Link
 from disco_client.monitor import Monitor
 from disco_client.pace import Pace
+from disco_client.reporter import Reporter
 from disco_client.residency import Group, Residency
 from disco_client.spans import WAIT, profiling, record_function
 from disco_client.staging import POLL_SECONDS, NoUnits, Staging, Units
@@ -37,6 +38,7 @@ from disco_client.stats import Counters, Stats
 from disco_client.transfers import Transfers
 from disco_client.waits import Wait, Waits
 from discod.wire import align_up
+from discod.wire.messages import WaitFor
 
 _T = TypeVar("_T")
 
@@ -67,6 +69,7 @@ class Session:
         self._monitor: Monitor[int | Loan] = Monitor(link, self._take_drop, self._staging)
         self._lending = Lending(arena, self._monitor.drop)
         self._waits = Waits()
+        self._reporter = Reporter(link, self._residency, self._waits)
         self.detaching = False
         """Whether :meth:`close` has begun to let go, which is not done twice."""
         self._attached = time.monotonic()
@@ -282,6 +285,7 @@ class Session:
             return value, 0
         # While a device copies by itself, it may be that which is waited for.
         self.link.check(blocked=not self._staging.device_works)
+        self._reporter.look()
         return None, self._monitor.changes
 
     def _filled(self, blob: int, departure: Departure | None, group: Group, owner: object) -> End:
@@ -290,6 +294,7 @@ class Session:
         else:
             self._staging.depart(blob, departure, group.to_device)
         self._monitor.tell_waiters()
+        self._reporter.look()
         end = End(owner, self._monitor.drop, blob)
         end.atexit = False
         return end
@@ -302,6 +307,7 @@ class Session:
         found = self._staging.find(blob, device)
         if found is not None:
             self._transfers.carry_out(self._residency.served(blob))
+            self._reporter.loaded()
         return found
 
     def _lend_ahead(self) -> tuple[memoryview, Loan, torch.device, int] | None:
@@ -356,6 +362,7 @@ class Session:
             self._waits.end_cycle()
             self._staging.end_cycle()
             self._pace.end_cycle(self._residency.last_cycle, self._waits, self._transfers)
+            self._reporter.end_cycle()
 
     def _lend(self, blob: int, size_bytes: int) -> tuple[memoryview, Loan]:
         return self._lending.lend(blob, self._residency.slot(blob), size_bytes)
@@ -374,8 +381,7 @@ class Session:
         self, size_bytes: int, group: Group, device: torch.device | None, wait: Wait
     ) -> tuple[int, int] | None:
         if device is not None and not self._staging.admits(device, size_bytes):
-            wait.begin()
-            wait.for_device = True
+            wait.begin(WaitFor.DEVICE)
             return None
         try:
             blob, instructions = self._residency.try_place(size_bytes, group)
@@ -387,7 +393,7 @@ class Session:
         if instructions:
             self._transfers.carry_out(instructions)
         if blob is None:
-            wait.begin()
+            wait.begin(WaitFor.ROOM)
             return None
         slot = self._residency.slot(blob)
         if slot + size_bytes > self._arena.backed_bytes:
@@ -415,8 +421,9 @@ class Session:
             ready, instructions = False, []
         self._transfers.carry_out(instructions)
         if ready:
+            self._reporter.loaded()
             return self._lend(blob, size_bytes)
-        wait.begin()
+        wait.begin(WaitFor.READ)
         return None
 
     def _may_change(self, error: RoomError | ScratchError, wait: Wait) -> bool:

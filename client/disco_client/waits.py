@@ -2,6 +2,9 @@
 
 import threading
 import time
+from collections import deque
+
+from discod.wire.messages import MAX_REPORT_SPANS, WaitFor
 
 LOAN_WAIT_SECONDS = 10.0
 """How long a call waits for room that other threads' loaded tensors hold, before ``ArenaFull``."""
@@ -12,18 +15,31 @@ class Wait:
 
     Args:
         for_loans: Whether other threads may hold loans, whose end is worth waiting for.
+        running: Where it is while it lasts.
+
+    Attributes:
+        what: What it waits for, or waited for at first.
     """
 
-    def __init__(self, for_loans: bool) -> None:
+    def __init__(self, for_loans: bool, running: "set[Wait]") -> None:
         self._for_loans = for_loans
+        self._running = running
         self._began: float | None = None
-        self.for_device = False
-        """Whether it is a device that the call waits for, and not the disk."""
+        self.what = WaitFor.ROOM
 
-    def begin(self) -> None:
+    def begin(self, what: WaitFor) -> None:
         """The call cannot go on; again is no error."""
         if self._began is None:
             self._began = time.monotonic()
+            self.what = what
+            self._running.add(self)
+
+    def end(self) -> tuple[float, float] | None:
+        """When it began and ended; None: it never had to wait."""
+        if self._began is None:
+            return None
+        self._running.discard(self)
+        return self._began, time.monotonic()
 
     @property
     def seconds(self) -> float:
@@ -47,6 +63,9 @@ class Waits:
         """Of saves, for copies off a device."""
         self._cycle_start = (0.0, 0.0)
         self._threads: set[int] = set()
+        self._running: set[Wait] = set()
+        self._ended = dict.fromkeys(WaitFor, (0, 0.0))
+        self._spans: deque[tuple[WaitFor, float, float]] = deque(maxlen=MAX_REPORT_SPANS)
 
     @property
     def totals(self) -> tuple[float, float]:
@@ -59,20 +78,49 @@ class Waits:
         Its end is to be told: :meth:`end_save` or :meth:`end_load`.
         """
         self._threads.add(threading.get_ident())
-        return Wait(for_loans=len(self._threads) > 1)
+        return Wait(len(self._threads) > 1, self._running)
 
     def end_save(self, wait: Wait) -> None:
         """A save has ended, whatever came of it."""
-        seconds = wait.seconds
+        seconds = self._end(wait)
         self.save_seconds += seconds
-        self.device_seconds += seconds * wait.for_device
+        if wait.what is WaitFor.DEVICE:
+            self.device_seconds += seconds
 
     def end_load(self, wait: Wait) -> None:
         """A load has ended, whatever came of it."""
-        self.load_seconds += wait.seconds
+        self.load_seconds += self._end(wait)
 
     def end_cycle(self) -> None:
         """No blob is alive: note what the cycle has added."""
         saves, loads = self._cycle_start
         self.last_cycle = self.save_seconds - saves, self.load_seconds - loads
         self._cycle_start = self.totals
+
+    def so_far(self, what: WaitFor) -> tuple[int, float]:
+        """How many calls have waited for ``what``, and for how many seconds, up to this moment."""
+        count, seconds = self._ended[what]
+        # Copied in one step, for other threads begin and end waits meanwhile.
+        running = [wait for wait in list(self._running) if wait.what is what]
+        return count + len(running), seconds + sum(wait.seconds for wait in running)
+
+    def take_spans(self) -> list[tuple[WaitFor, float, float]]:
+        """What was waited for, from when, until when: the waits that ended since the last call.
+
+        Only the last ``MAX_REPORT_SPANS`` of them.
+        """
+        spans = []
+        while self._spans:
+            spans.append(self._spans.popleft())
+        return spans
+
+    def _end(self, wait: Wait) -> float:
+        """Note that it is over; its seconds."""
+        span = wait.end()
+        if span is None:
+            return 0.0
+        began, ended = span
+        count, seconds = self._ended[wait.what]
+        self._ended[wait.what] = count + 1, seconds + ended - began
+        self._spans.append((wait.what, began, ended))
+        return ended - began

@@ -64,6 +64,7 @@ _CHECKS: dict[Any, Callable[[object], bool]] = {
     bytes: _check_bytes,
     bool: _check_bool,
     Records: _check_records,
+    tuple[int, ...]: lambda value: _check_all(value, _check_int),
     tuple[str, ...]: lambda value: _check_all(value, _check_str),
     tuple[bytes, ...]: lambda value: _check_all(value, _check_bytes),
 }

@@ -25,7 +25,7 @@ again. A ring may be freed, and its events destroyed, only after :class:`CloseRi
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import NewType
 
 IDENTITY_BYTES = 16
@@ -55,6 +55,21 @@ class Failure(StrEnum):
     """Out of bounds, an old epoch, or malformed: a fault of the sender."""
     GPU = "gpu"
     """The GPU, or the daemon's process for it, cannot do it: the client copies by itself."""
+
+
+class WaitFor(IntEnum):
+    """What a call of the client waited for (``Report.spans``). Append only."""
+
+    ROOM = 0
+    """A save, for room in the arena."""
+    READ = 1
+    """A load, for a read or for room to read into."""
+    DEVICE = 2
+    """A save, for earlier copies off a device."""
+
+
+MAX_REPORT_SPANS = 64
+"""In one report: what a trainer that waits at every save has in a second is told by its totals."""
 
 
 # The attach conversation.
@@ -235,6 +250,42 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
+class Report:
+    """What the client alone knows of itself, for people: nothing depends on it.
+
+    It comes at the end of a cycle, and about once a second while the client saves, loads or waits.
+    The numbers are totals since the client attached, to whichever daemon, so that one sent twice
+    tells nothing new. Times are of CLOCK_MONOTONIC.
+
+    Args:
+        cycles: That have ended.
+        saved_bytes, elided_bytes: Copied into the arena; of these, freed without a write.
+        loads: That have ended.
+        room_waits, read_waits, device_waits: Calls that waited, as :class:`WaitFor` has them, those
+            included that still do.
+        room_wait_ns, read_wait_ns, device_wait_ns: For so long altogether.
+        spans: Waits that ended since the report before: three numbers each, the
+            :class:`WaitFor`, the begin and the end. Only the last ``MAX_REPORT_SPANS`` of them.
+            Sent twice only if the daemon or the connection is lost: then the same span is the
+            same wait.
+    """
+
+    seq: int
+    epoch: int
+    cycles: int
+    saved_bytes: int
+    elided_bytes: int
+    loads: int
+    room_waits: int
+    room_wait_ns: int
+    read_waits: int
+    read_wait_ns: int
+    device_waits: int
+    device_wait_ns: int
+    spans: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OpenRing:
     """Have the daemon open device memory of ``ring_bytes``, exported for other processes.
 
@@ -320,7 +371,7 @@ class Failed:
 
 
 RingRequest = OpenRing | CloseRing | CopyOut | CopyIn
-Request = Write | Read | Promote | Cancel | Trim | Ping | RingRequest
+Request = Write | Read | Promote | Cancel | Trim | Ping | Report | RingRequest
 Reply = Done | Failed
 Message = (
     (Hello | Welcome | Attach | Attached | Refused | Detach)
@@ -349,6 +400,7 @@ VERBS: dict[int, type[Message]] = {
     23: CloseRing,
     24: CopyOut,
     25: CopyIn,
+    26: Report,
     32: Done,
     33: Failed,
 }

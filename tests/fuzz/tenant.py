@@ -27,6 +27,7 @@ from discod.wire.messages import (
     Promote,
     Read,
     Reply,
+    Report,
     Request,
     Trim,
     Write,
@@ -219,7 +220,7 @@ def draw(source: Source) -> Request:
     slot = number(source.number() % 8 * PAGE_BYTES)
     length = number(source.number() % 8 * PAGE_BYTES)
     ring = number(source.number() % 2)
-    match source.number() % 10:
+    match source.number() % 11:
         case 0:
             return Write(seq, epoch, file, offset, slot, length)
         case 1:
@@ -240,6 +241,10 @@ def draw(source: Source) -> Request:
         case 7:
             return CloseRing(seq, epoch, ring)
         case 8:
+            numbers = tuple(number(source.number() % 3) for _ in range(10))
+            spans = tuple(number(source.number() % 3) for _ in range(source.number() % 8))
+            return Report(seq, epoch, *numbers, spans)
+        case 9:
             return CopyOut(seq, epoch, ring, offset, slot, length - source.number() % 2, offset % 5)
         case _:
             return CopyIn(seq, epoch, ring, offset, slot, length - source.number() % 2)

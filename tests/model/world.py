@@ -22,7 +22,7 @@ from unittest import mock
 
 import zmq
 
-from disco_client import greeting, io_connection, link, monitor, session, waits
+from disco_client import greeting, io_connection, link, monitor, reporter, session, waits
 from disco_client.greeting import Greeting
 from disco_client.link import Link
 from discod import attach, closer, locks, logs, server, tenant, trimming
@@ -240,7 +240,7 @@ class World:
     def _patch(self) -> None:
         world = self
         time = machine.module(self.clock)
-        for target in (link, session, monitor, waits, tenant, trimming, logs, locks):
+        for target in (link, session, monitor, reporter, waits, tenant, trimming, logs, locks):
             self._put(target, "time", time)
         kernel = SimpleNamespace(
             Context=lambda: Context(self.network),

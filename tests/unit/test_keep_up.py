@@ -12,6 +12,7 @@ from disco_client.keep_up import COLD_CYCLES, CYCLES, Cycle, KeepUp
 from disco_client.pace import Pace
 from disco_client.residency import Residency
 from disco_client.waits import Waits
+from discod.wire.messages import WaitFor
 from tests.simulation.disk import Rates
 from tests.simulation.machine import Outcome, play
 from tests.simulation.traces import Trace, pipeline, plain
@@ -132,9 +133,8 @@ def test_a_session_says_it_once_for_the_process(
 def test_what_a_device_makes_a_save_wait_for_is_not_the_disk() -> None:
     """A GPU that is slow to copy would be taken for a slow disk."""
     waits = Waits()
-    for for_device in (True, False):
+    for what in (WaitFor.DEVICE, WaitFor.ROOM):
         wait = waits.begin()
-        wait.begin()
-        wait.for_device = for_device
+        wait.begin(what)
         waits.end_save(wait)
     assert 0 < waits.device_seconds < waits.save_seconds

@@ -19,7 +19,17 @@ from discod.loop import Loop, Timer
 from discod.mapping import Mapping
 from discod.scratch_file import ScratchFile
 from discod.tenant import File, Tenant, Who
-from discod.wire.messages import Cancel, Done, Failed, Failure, Ping, Reply, Write
+from discod.wire.messages import (
+    MAX_REPORT_SPANS,
+    Cancel,
+    Done,
+    Failed,
+    Failure,
+    Ping,
+    Reply,
+    Report,
+    Write,
+)
 from discod.writes import Writes
 from tests.helpers.daemon import eventually
 from tests.helpers.raw_client import make_arena
@@ -97,6 +107,36 @@ def test_too_many_unanswered(held: Held, monkeypatch: pytest.MonkeyPatch) -> Non
     held.write(100)
     eventually(lambda: held.answers[-1].seq == 100)
     assert isinstance(held.answers[-1], Done)
+
+
+def test_the_last_report_counts(held: Held) -> None:
+    """``discod status`` would show what a client was an hour ago."""
+    for cycles in (1, 2):
+        held.tenant.handle(Report(cycles, EPOCH, cycles, *[0] * 9, spans=(1, 5, 7)))
+    assert held.answers == [Done(1, EPOCH, b""), Done(2, EPOCH, b"")]
+    assert held.tenant.report is not None
+    assert held.tenant.report.cycles == 2
+
+
+@pytest.mark.parametrize(
+    ("totals", "spans"),
+    [
+        ([0] * 10, (1, 5)),
+        ([0] * 10, (9, 5, 7)),
+        ([0] * 10, (-1, 5, 7)),
+        ([0] * 10, (1, 7, 5)),
+        ([0] * 10, (1, -1, 5)),
+        ([0] * 10, (1, 5, 7) * (MAX_REPORT_SPANS + 1)),
+        ([0] * 9 + [-1], ()),
+    ],
+)
+def test_a_report_that_is_none(held: Held, totals: list[int], spans: tuple[int, ...]) -> None:
+    """Whoever shows the waits of clients would meet one that ends before it began."""
+    held.tenant.handle(Report(1, EPOCH, *totals, spans=spans))
+    [answer] = held.answers
+    assert isinstance(answer, Failed)
+    assert answer.kind == Failure.REFUSED
+    assert held.tenant.report is None
 
 
 def test_close_waits_for_what_is_in_flight(held: Held) -> None:

@@ -27,6 +27,7 @@ from discod.wire.messages import (
     OpenRing,
     Ping,
     Records,
+    Report,
     StatusReply,
     TraceReply,
     Welcome,
@@ -39,6 +40,7 @@ FIELDS = {
     bytes: st.binary(max_size=MAX_BYTES_FIELD),
     Records: st.binary(max_size=500),
     bool: st.booleans(),
+    tuple[int, ...]: st.lists(st.integers(-1, 2**63 - 1), max_size=10).map(tuple),
     tuple[str, ...]: st.lists(st.text(max_size=50), max_size=10).map(tuple),
     tuple[bytes, ...]: st.lists(st.binary(max_size=MAX_BYTES_FIELD), max_size=10).map(tuple),
 }
@@ -60,6 +62,7 @@ ANYTHING = st.recursive(
 )
 OPEN_RING = OpenRing(1, 2, 0, bytes(16), bytes(64), 4096, (bytes(64),) * MAX_LIST_ITEMS)
 TRACE = TraceReply(0, 1, Records(bytes(MAX_RECORDS_BYTES)), ("/nvme",), 1)
+REPORT = Report(1, 2, *[0] * 10, spans=(0, 1, 2))
 WRITE = Write(seq=1, epoch=2, file=0, offset=0, slot=0, length=4096)
 
 
@@ -122,6 +125,8 @@ def test_a_changed_field_is_checked(message: Message, data: st.DataObject) -> No
         (OPEN_RING, {"events": ["x"]}),
         (OPEN_RING, {"events": [b"x" * (MAX_BYTES_FIELD + 1)]}),
         (OPEN_RING, {"events": [b"x"] * (MAX_LIST_ITEMS + 1)}),
+        (REPORT, {"spans": [0, 1.5, 2]}),
+        (REPORT, {"spans": [0] * (MAX_LIST_ITEMS + 1)}),
     ],
 )
 def test_what_breaks_the_protocol(message: Message, changes: dict[str, Any]) -> None:
@@ -174,6 +179,7 @@ def test_verb_ids_never_change() -> None:
         23: "CloseRing",
         24: "CopyOut",
         25: "CopyIn",
+        26: "Report",
         32: "Done",
         33: "Failed",
     }
