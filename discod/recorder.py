@@ -46,6 +46,8 @@ class Kind(IntEnum):
     """A save waited for room in the arena."""
     READ_WAIT = 4
     """A load waited for its bytes, or for room to read them into."""
+    DEVICE_WAIT = 5
+    """A save waited for earlier copies off a device."""
 
 
 class Source(NamedTuple):

@@ -262,6 +262,7 @@ class Server:
             self._trimmer.idle,
             checksum.sample_step_bytes(self._config.chunk_bytes),
             self._writes,
+            self._recorded.waited,
         )
 
     def _make_writes(self) -> Writes:

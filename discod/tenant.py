@@ -12,12 +12,12 @@ from functools import partial
 
 from discod import checksum
 from discod.bounds import Refusal, check_pages, check_range
-from discod.client_report import spans_of
+from discod.client_report import WaitSpan, spans_of
 from discod.engine import Engine, Job
 from discod.failures import failed
 from discod.gpus import Gpus
 from discod.mapping import Mapping
-from discod.recorder import source
+from discod.recorder import Source, source
 from discod.rings import Rings
 from discod.schedule import Priority
 from discod.scratch_file import ScratchFile
@@ -94,6 +94,7 @@ class Tenant:
         idle: Called when a file that is to be trimmed has nothing left to do.
         step_bytes: As for :func:`discod.checksum.take`.
         writes: Counts what goes to the disks, and may hold it up; None: nothing does.
+        waited: Called with the waits that the client reports.
 
     Attributes:
         report: The last one that the client has sent.
@@ -111,6 +112,7 @@ class Tenant:
         idle: Callable[[File], None],
         step_bytes: int = checksum.SAMPLE_STEP_BYTES,
         writes: Writes | None = None,
+        waited: Callable[[Source, Sequence[WaitSpan]], None] = lambda source, spans: None,
     ) -> None:
         self.who = who
         self.arena_bytes = mapping.size_bytes
@@ -125,6 +127,7 @@ class Tenant:
         self._step_bytes = step_bytes
         self._answer = answer
         self._idle = idle
+        self._waited = waited
         self._jobs: dict[int, tuple[Job, Engine]] = {}
         self._writes = writes or Writes()
         self._held: dict[int, tuple[Write, Held]] = {}
@@ -166,8 +169,9 @@ class Tenant:
                 case Ping():
                     self._done(request)
                 case Report():
-                    spans_of(request)
+                    spans = spans_of(request)
                     self.report = request
+                    self._waited(self._source, spans)
                     self._done(request)
                 case OpenRing() | CloseRing() | CopyOut() | CopyIn():
                     self._check_seq(request.seq)

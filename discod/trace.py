@@ -9,21 +9,30 @@ from pathlib import Path
 from discod.admission import Device
 from discod.asking import conversation
 from discod.block_device import block_device
+from discod.client_report import WaitSpan
 from discod.recorder import (
     FIRST_RING_OF_CALLS,
     MOST_WAITS,
     RECORD_BYTES,
     RING_OF_WAITS,
+    Kind,
     Record,
     Recorder,
+    Source,
     unpack,
 )
 from discod.wire.fds import receive_message, send_message
-from discod.wire.messages import Records, TraceReply, TraceRequest
+from discod.wire.messages import Records, TraceReply, TraceRequest, WaitFor
 
 MOST_NAME_CHARS = 200
 MOST_NAMES_CHARS = 6000
 """Of a device, and of all, so that they fit into a message beside the records in any script."""
+
+_KINDS = {
+    WaitFor.ROOM: Kind.ROOM_WAIT,
+    WaitFor.READ: Kind.READ_WAIT,
+    WaitFor.DEVICE: Kind.DEVICE_WAIT,
+}
 
 TIMEOUT_SECONDS = 10.0
 """Of each part; the machine may be busier when somebody wants a trace than otherwise."""
@@ -45,6 +54,11 @@ class Recorded:
         self._devices = tuple(by_engine.values())
         most = min(MOST_NAME_CHARS, MOST_NAMES_CHARS // len(self._devices))
         self._names = tuple(_name(one, devices)[:most] for one in self._devices)
+
+    def waited(self, source: Source, spans: Sequence[WaitSpan]) -> None:
+        """Keep what a client reports."""
+        for span in spans:
+            self.waits.wait(_KINDS[span.what], source, span.begin_ns, span.end_ns)
 
     def reply(self, request: TraceRequest) -> TraceReply:
         """The answer; nothing is in a ring that does not exist."""

@@ -26,7 +26,7 @@ HIDDEN_PID = 1 << 24
 WAIT_TID = 1 << 23
 """The same for rows of waits among the threads of a client."""
 ROWS = 1 << 10
-"""From the first row of waits for room to the first of waits for reads."""
+"""From the first row of one kind of waits to the first of the next."""
 
 BASE_KEY = "baseTimeNanoseconds"
 
@@ -35,7 +35,11 @@ _CALLS = {
     Kind.READ_AHEAD: "read ahead",
     Kind.WRITE: "write",
 }
-_WAITS = {Kind.ROOM_WAIT: "wait for room", Kind.READ_WAIT: "wait for a read"}
+_WAITS = {
+    Kind.ROOM_WAIT: "wait for room",
+    Kind.READ_WAIT: "wait for a read",
+    Kind.DEVICE_WAIT: "wait for a copy off the device",
+}
 
 Event = dict[str, Any]
 
@@ -111,10 +115,13 @@ def _call(record: Record, pid: int, offset_ns: int) -> Event:
 
 
 def _waits(records: Sequence[Record], offset_ns: int) -> Iterator[Event]:
-    """The waits, in as many rows as overlap: those of a client's threads may."""
+    """The waits, in as many rows as overlap: those of a client's threads may.
+
+    A client that has lost its connection may have told of one twice.
+    """
     ends: dict[tuple[int, int], list[int]] = {}
     named: set[int] = set()
-    for record in sorted(records, key=lambda record: record.began_ns):
+    for record in sorted(dict.fromkeys(records), key=lambda record: record.began_ns):
         pid = record.pid or HIDDEN_PID + record.rank + 1
         if pid not in named:
             named.add(pid)

@@ -26,14 +26,16 @@ _MOST_COLUMNS = 100
 """Longer lines are hard to read."""
 
 
-class _Directory(click.ParamType):
-    """As ``click.Path``, which looks at it: with a dead server behind it that would never end."""
+class _Directory(click.Path):
+    """A path that is not looked at: with a dead server behind it that would never end."""
 
-    name = "directory"
-    envvar_list_splitter = os.pathsep
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        if not value:
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Path:
+        if not os.fspath(value):
             self.fail("an empty name is no directory", param, ctx)
         return Path(value)
 
@@ -42,7 +44,6 @@ class _Directory(click.ParamType):
 @click.option(
     "--scratch",
     type=_Directory(),
-    metavar="PATH",
     multiple=True,
     envvar="DISCOD_SCRATCH",
     help="Scratch directory to check; may be given several times. DISCOD_SCRATCH separates "

@@ -25,8 +25,9 @@ from discod.recorder import MOST_AT_A_TIME, Record
 from discod.trace import Part, fetch_trace
 from discod.trace_events import BASE_KEY, DEVICE_PID
 from discod.wire.fds import receive_message, send_message
-from discod.wire.messages import Done, Read, TraceReply, TraceRequest
-from tests.helpers.daemon import Daemon
+from discod.wire.messages import Done, Read, Report, TraceReply, TraceRequest, WaitFor
+from tests.helpers.daemon import Daemon, eventually
+from tests.helpers.faults import Rules
 from tests.helpers.raw_client import MIB, RawClient, greet
 
 CLOCK_SLACK_US = 10_000
@@ -145,6 +146,58 @@ def check_form(made: dict[str, Any]) -> None:
         row.sort(key=lambda span: span["ts"])
         for span, after in pairwise(row):
             assert span["ts"] + span["dur"] <= after["ts"] + 0.01  # as floats in us
+
+
+def test_waits_of_a_client(shared_daemon: Daemon, client: RawClient, trace: Trace) -> None:
+    """Where a step's time goes would be shown of the disk alone, or each wait twice."""
+    now = time.monotonic_ns()
+    spans_ns = [now - 3_000_000, now - 1_000_000]
+    names = {field.name for field in dataclasses.fields(Report)} - {"seq", "epoch", "spans"}
+    numbers = dict.fromkeys(names, 1)
+    for _ in range(2):
+        for what in WaitFor:
+            assert isinstance(client.ask(Report, spans=(int(what), *spans_ns), **numbers), Done)
+    made = trace(shared_daemon)
+    waits = [span for span in spans(made, "discod wait") if span["pid"] == os.getpid()]
+    assert [span["name"] for span in waits] == [
+        "wait for room",
+        "wait for a read",
+        "wait for a copy off the device",
+    ]
+    assert {span["dur"] for span in waits} == {2000.0}
+    assert {span["args"]["rank"] for span in waits} == {3}
+    check_form(made)
+
+
+def test_waits_of_a_trainer(
+    start_daemon: Callable[..., Daemon],
+    attach_to: Callable[..., None],
+    trace: Trace,
+    tmp_path: Path,
+) -> None:
+    """A wait would not be there, or not lie beside the span that torch's profiler has of it."""
+    rules = Rules(tmp_path / "rules")
+    daemon = start_daemon(env=rules.environment)
+    rules.set("pwritev delay=0.03")
+    attach_to(daemon, arena="16MiB")
+    with profile() as recorded:
+        train(1)
+    assert disco_client.stats().save_wait_seconds > 0.01
+    exported = tmp_path / "profile.json"
+    recorded.export_chrome_trace(str(exported))
+    annotations = spans(json.loads(exported.read_text()), "user_annotation")
+    theirs = [span for span in annotations if span["name"] == "discod::wait"]
+    assert theirs
+
+    def reported() -> list[dict[str, Any]]:
+        made = trace(daemon)
+        check_form(made)
+        return [span for span in spans(made, "discod wait") if span["name"] == "wait for room"]
+
+    ours = eventually(reported, what="a report of the waits")
+    total = sum(span["dur"] for span in ours)
+    assert total == pytest.approx(disco_client.stats().save_wait_seconds * 1e6, rel=0.01)
+    assert overlap_us(ours, theirs) > 0.8 * total
 
 
 def test_clocks_agree(
