@@ -19,6 +19,10 @@ Answer = tuple[Sequence[Finding], int]
 """Findings, and a number that other checks want to know."""
 
 
+_MOMENT_SECONDS = 0.05
+"""For the rest of an answer that is larger than a pipe."""
+
+
 class Errand:
     """One such process. To be made while this process has one thread.
 
@@ -63,7 +67,7 @@ class Errand:
         """All that it says; None: it does not come to an end."""
         data = b""
         try:
-            while select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            while self._says_more(deadline):
                 more = os.read(self._fd, 1 << 16)
                 if not more:
                     return data
@@ -71,6 +75,11 @@ class Errand:
         finally:
             os.close(self._fd)
         return None
+
+    def _says_more(self, deadline: float) -> bool:
+        """Whether there is something to read in time; what was said by then is in time."""
+        seconds = max(_MOMENT_SECONDS, deadline - time.monotonic())
+        return bool(select.select([self._fd], [], [], seconds)[0])
 
 
 def _run(function: Callable[[], Answer], answer_fd: int) -> None:
