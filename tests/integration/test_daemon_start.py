@@ -66,6 +66,7 @@ def test_exit_codes_never_change() -> None:
         "CRASHED": 1,
         "USAGE": 2,
         "NO_DAEMON": 3,
+        "CHECKS_FAILED": 4,
         "SCRATCH_MISSING": 10,
         "SCRATCH_NOT_A_DIRECTORY": 11,
         "SCRATCH_READ_ONLY": 12,
@@ -75,6 +76,7 @@ def test_exit_codes_never_change() -> None:
         "SOCKET_LOCKED": 21,
         "SOCKET_PATH_TOO_LONG": 22,
         "FAULTS_UNUSABLE": 23,
+        "ACTIVATION_UNUSABLE": 24,
         "FORCED": 30,
     }
 
