@@ -159,6 +159,7 @@ class SteppedEngine(Engine):
         post: Callable[[Step], None],
         io: Io | None = None,
         name: str = "",
+        recorder: Recorder | None = None,
     ) -> None:
         self._schedule = Schedule(threads, chunk_bytes)
         self._post = post
@@ -171,7 +172,7 @@ class SteppedEngine(Engine):
         self._held_bytes = 0
         self._chunk_bytes = chunk_bytes
         self._threads = []
-        self._recorder = Recorder(1)
+        self._recorder = recorder or Recorder(1)
         self._most = threads
         self.running: list[tuple[list[Job], int, int, list[bytes]]] = []
         self.violations: list[str] = []

@@ -251,7 +251,7 @@ class World:
         self._put(server, "Loop", lambda: SteppedLoop(self.clock))
         self._put(server, "Chores", SteppedChores)
         self._put(server, "Engine", SteppedEngine)
-        self._put(server, "Router", lambda path: Router(self.network, path))
+        self._put(server, "Router", lambda path, bound: Router(self.network, path))
         self._put(server.Server, "_watch_signals", lambda _: None)
         self._put(server, "_raise_fd_limit", lambda: 1 << 20)
         self._put(attach, "receive_message", self._take_over)
