@@ -94,7 +94,7 @@ class Part:
     """One ring, as far as it is kept.
 
     Attributes:
-        records: In the order in which they ended.
+        records: In the order in which they ended, but for those that ended nearly together.
         forgotten: How many there were before them.
     """
 
