@@ -178,7 +178,7 @@ def test_waits_of_a_trainer(
     """A wait would not be there, or not lie beside the span that torch's profiler has of it."""
     rules = Rules(tmp_path / "rules")
     daemon = start_daemon(env=rules.environment)
-    rules.set("pwritev delay=0.03")
+    rules.set("pwritev delay=0.1")
     attach_to(daemon, arena="16MiB")
     with profile() as recorded:
         train(1)
