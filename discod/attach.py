@@ -29,11 +29,16 @@ from discod.wire.messages import (
     Refused,
     StatusReply,
     StatusRequest,
+    TraceReply,
+    TraceRequest,
     Welcome,
 )
 
 HANDSHAKE_SECONDS = 5.0
 """A client needs milliseconds; one that is stopped in between must not hold anything for long."""
+
+MOST_TRACE_REQUESTS = 256
+"""Of one connection: more than all records take."""
 
 _SO_PEERPIDFD = 77  # Linux 6.5
 
@@ -89,6 +94,9 @@ class Host(Protocol):
     def status(self) -> str:
         """The status as JSON."""
 
+    def trace(self, request: TraceRequest) -> TraceReply:
+        """What was recorded."""
+
     def attach(self, handshake: "Handshake", attach: Attach, fds: list[int]) -> None:
         """Decide about a client. Calls ``accept`` or ``refuse`` in the end; owns ``fds``."""
 
@@ -126,6 +134,7 @@ class Handshake:
         self.open = True
         self._greeted = False
         self.asked = False
+        self._traced = 0
         self._timer = loop.call_later(HANDSHAKE_SECONDS, self._late)
         loop.add_reader(connection.fileno(), self._readable)
 
@@ -178,7 +187,7 @@ class Handshake:
                     return
                 close = partial(self._host.closer.close, uid=self.peer.uid)
                 request, fds = receive_message(
-                    self._connection, Attach, StatusRequest, GiveUp, close=close
+                    self._connection, Attach, StatusRequest, GiveUp, TraceRequest, close=close
                 )
                 self._request(request, fds)
             else:
@@ -204,12 +213,20 @@ class Handshake:
             self._greeted = True
             self._send(self._host.welcome())
 
-    def _request(self, request: Attach | StatusRequest | GiveUp, fds: list[int]) -> None:
+    def _request(
+        self, request: Attach | StatusRequest | GiveUp | TraceRequest, fds: list[int]
+    ) -> None:
         peer = self.peer
         if isinstance(request, GiveUp):
             self._host.give_up(peer, fds)  # only of what is this very process's
             self.drop()
-        elif not isinstance(request, Attach):
+        elif isinstance(request, TraceRequest):
+            self._host.closer.close(fds, peer.uid)
+            self._send(self._host.trace(request))
+            self._traced += 1
+            if self._traced == MOST_TRACE_REQUESTS:
+                self.drop()
+        elif isinstance(request, StatusRequest):
             self._host.closer.close(fds, peer.uid)
             self._send(StatusReply(self._host.status()))
             self.drop()

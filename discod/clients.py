@@ -46,7 +46,15 @@ from discod.reception import Reception, owner_of
 from discod.tenant import Tenant, Who
 from discod.wire.codec import WireError
 from discod.wire.fds import close_all, receive_alone, send_message
-from discod.wire.messages import IDENTITY_BYTES, Attach, Attached, Detach, Welcome
+from discod.wire.messages import (
+    IDENTITY_BYTES,
+    Attach,
+    Attached,
+    Detach,
+    TraceReply,
+    TraceRequest,
+    Welcome,
+)
 from discod.wire.sizes import format_size
 
 IO_LOST_SECONDS = 0.2
@@ -101,6 +109,7 @@ class Clients:
         listener: The attach socket.
         welcome: Makes the greeting.
         status: Makes the status as JSON.
+        trace: Gives what was recorded.
         make_tenant: Makes the tenant with this identity.
         changed: Called when a client has attached, and when one is gone.
         left: Called with the pid and uid of a client that has begun to leave.
@@ -117,6 +126,7 @@ class Clients:
         listener: socket.socket,
         welcome: Callable[[], Welcome],
         status: Callable[[], str],
+        trace: Callable[[TraceRequest], TraceReply],
         make_tenant: Callable[[bytes, Who, Admitted], Tenant],
         changed: Callable[[], None],
         left: Callable[[Owner], None],
@@ -126,6 +136,7 @@ class Clients:
         self._left = left
         self.welcome = welcome
         self.status = status
+        self.trace = trace
         self._loop = loop
         self._chores = chores
         self._admission = admission

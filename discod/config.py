@@ -179,7 +179,7 @@ def default_ram_bytes(root: Path = Path("/")) -> int:
     Args:
         root: Where /proc and /sys are; tests give their own.
     """
-    free_bytes = min([_available_bytes(root), *_cgroup_free_bytes(root)])
+    free_bytes = min([available_bytes(root), *(free for _, free in cgroup_limits(root))])
     return max(PAGE_BYTES, int(free_bytes * RAM_SHARE) // PAGE_BYTES * PAGE_BYTES)
 
 
@@ -193,7 +193,8 @@ def default_disk_bytes(directories: Iterable[tuple[int, int]]) -> int:
     return max(PAGE_BYTES, int(free_bytes * DISK_SHARE) // PAGE_BYTES * PAGE_BYTES)
 
 
-def _available_bytes(root: Path) -> int:
+def available_bytes(root: Path) -> int:
+    """The memory that is available on the machine."""
     for line in (root / "proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
@@ -201,8 +202,8 @@ def _available_bytes(root: Path) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _cgroup_free_bytes(root: Path) -> Iterable[int]:
-    """Under each limit of our own and the enclosing cgroups, what is free or cache."""
+def cgroup_limits(root: Path) -> Iterable[tuple[int, int]]:
+    """Each memory limit of our own and the enclosing cgroups, and what of it is free or cache."""
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -217,8 +218,8 @@ def _cgroup_free_bytes(root: Path) -> Iterable[int]:
 
 def _free_up_from(
     top: Path, path: str, limit_name: str, usage_name: str, cache_name: str
-) -> Iterable[int]:
-    """As :func:`_cgroup_free_bytes`, of ``path`` and all above it, as far as they are there.
+) -> Iterable[tuple[int, int]]:
+    """As :func:`cgroup_limits`, of ``path`` and all above it, as far as they are there.
 
     In a container ``path`` may be the host's, of which only the end, our own group, is mounted at
     ``top``.
@@ -230,7 +231,7 @@ def _free_up_from(
         with contextlib.suppress(OSError, ValueError):
             limit = int((directory / limit_name).read_text())
             usage = int((directory / usage_name).read_text())
-            yield max(0, limit - usage + _cache_bytes(directory, cache_name))
+            yield limit, max(0, limit - usage + _cache_bytes(directory, cache_name))
 
 
 def _cache_bytes(group: Path, name: str) -> int:

@@ -14,9 +14,11 @@ import signal
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from time import monotonic_ns
 from typing import Any, Protocol
 
 from discod.io import Io
+from discod.recorder import NOBODY, Recorder, Source
 from discod.schedule import Entry, Priority, Schedule
 
 _log = logging.getLogger(__name__)
@@ -72,13 +74,15 @@ class Job(Entry):
         size_bytes: Its size, for the schedule.
         work: What it does.
         done: Called on the event loop when it has ended, with the job.
+        source: Whose it is, for the records of its calls.
 
     Attributes:
         error: None when it succeeded, else what failed first.
         result: What ``work.complete`` returned.
+        queued_ns: When it was made, by the monotonic clock.
     """
 
-    __slots__ = ("done", "error", "result", "work")
+    __slots__ = ("done", "error", "queued_ns", "result", "source", "work")
 
     def __init__(
         self,
@@ -87,10 +91,13 @@ class Job(Entry):
         size_bytes: int,
         work: Work,
         done: Callable[["Job"], None],
+        source: Source = NOBODY,
     ) -> None:
         super().__init__(owner, priority, size_bytes, work.file, work.offset)
         self.work = work
         self.done = done
+        self.source = source
+        self.queued_ns = monotonic_ns()
         self.error: BaseException | None = None
         self.result = b""
 
@@ -106,6 +113,7 @@ class Engine:
         post: Hands callbacks to the event loop, from any thread.
         io: The system calls.
         name: For the threads' names.
+        recorder: Where each call is recorded, under the engine's lock.
     """
 
     def __init__(
@@ -115,7 +123,9 @@ class Engine:
         post: Post,
         io: Io | None = None,
         name: str = "io",
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = recorder or Recorder(1)
         self._schedule: Schedule[Job] = Schedule(threads, chunk_bytes)
         self._post = post
         self._io = io or Io()
@@ -130,7 +140,7 @@ class Engine:
         self._held_bytes = 0
         self._chunk_bytes = chunk_bytes
         self._threads = [
-            threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True)
+            threading.Thread(target=self._serve, args=(i,), name=f"{name}-{i}", daemon=True)
             for i in range(threads)
         ]
         for thread in self._threads:
@@ -191,6 +201,11 @@ class Engine:
         _ring(bell)
         self._end(ended)
 
+    def calls(self, first: int) -> tuple[int, bytes, int]:
+        """What :meth:`discod.recorder.Recorder.part` gives, and how many calls were recorded."""
+        with self._lock:
+            return *self._recorder.part(first), self._recorder.end
+
     def stop(self) -> None:
         """End the threads, once what they run has ended. Nothing may be queued any more."""
         with self._lock:
@@ -226,11 +241,11 @@ class Engine:
         if jobs:
             self._post(*[partial(job.done, job) for job in jobs])
 
-    def _serve(self) -> None:
+    def _serve(self, thread: int) -> None:
         # Signals belong to the main thread; here one would only cut a system call short.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            self._work()
+            self._work(thread)
         except BaseException as error:  # noqa: BLE001  nobody else would ever hear of it
             name = threading.current_thread().name
             _log.critical("I/O thread %s has failed: the daemon ends", name, exc_info=True)
@@ -242,16 +257,16 @@ class Engine:
             failure.__cause__ = error
             self._post(partial(_raise, failure))
 
-    def _work(self) -> None:
+    def _work(self, thread: int) -> None:
         """Run pieces until :meth:`stop`."""
         bell = threading.Lock()
         bell.acquire()
         while (piece := self._next(bell)) is not None:
             job, start, length, joined = piece
             if joined:
-                self._run_joined([job, *joined])
+                self._run_joined([job, *joined], thread)
             else:
-                self._run(job, start, length)
+                self._run(job, start, length, thread)
             # An idle thread must not keep the job, its client and its buffer alive.
             del piece, job, joined
 
@@ -296,30 +311,45 @@ class Engine:
                 self._finish(job, error)
         self._end(jobs)
 
-    def _run(self, job: Job, start: int, length: int) -> None:
+    def _run(self, job: Job, start: int, length: int, thread: int) -> None:
         error: BaseException | None = None
+        kind = job.priority  # which may be promoted while it runs
+        began_ns = monotonic_ns()
         try:
             job.work.run(self._io, start, length)
         except BaseException as failure:  # noqa: BLE001  any failure is the job's alone
             error = failure
+        ended_ns = monotonic_ns()
         with self._lock:
+            self._recorder.call(
+                kind, thread, job.source, length, 1, job.queued_ns, began_ns, ended_ns, error
+            )
             ended = self._finish(job, error)
         if ended:
             self._complete([job])
 
-    def _run_joined(self, jobs: Sequence[Job]) -> None:
+    def _run_joined(self, jobs: Sequence[Job], thread: int) -> None:
         """Run jobs in one piece; if that fails each by itself, so that only bad ones fail."""
+        leader = jobs[0]
+        kind, length = leader.priority, sum(job.size_bytes for job in jobs)
+        error: BaseException | None = None
+        began_ns = monotonic_ns()
         try:
-            jobs[0].work.run_with(self._io, [job.work for job in jobs[1:]])
-        except BaseException:  # noqa: BLE001  whose failure it is, is found out now
-            self._run_each(jobs)
-            return
+            leader.work.run_with(self._io, [job.work for job in jobs[1:]])
+        except BaseException as failure:  # noqa: BLE001  whose failure it is, is found out now
+            error = failure.with_traceback(None)  # which would keep the jobs
+        times = leader.queued_ns, began_ns, monotonic_ns()
         with self._lock:
-            for job in jobs:
-                self._finish(job, None)
-        self._complete(jobs)
+            self._recorder.call(kind, thread, leader.source, length, len(jobs), *times, error)
+            if error is None:
+                for job in jobs:
+                    self._finish(job, None)
+        if error is None:
+            self._complete(jobs)
+        else:
+            self._run_each(jobs, thread)
 
-    def _run_each(self, jobs: Sequence[Job]) -> None:
+    def _run_each(self, jobs: Sequence[Job], thread: int) -> None:
         """Run whole jobs one by one, except for those of an owner that is dropped meanwhile.
 
         Each ends at once, so that the others are refused once it has shown that the device fails.
@@ -331,7 +361,7 @@ class Engine:
             with self._lock:
                 self._to_retry.discard(job)
             if job.error is None:
-                self._run(job, 0, job.size_bytes)
+                self._run(job, 0, job.size_bytes, thread)
             else:
                 with self._lock:
                     self._finish(job, None)

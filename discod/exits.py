@@ -12,7 +12,9 @@ class Exit(IntEnum):
     USAGE = 2
     """A wrong option or value (click's own code for it)."""
     NO_DAEMON = 3
-    """``discod status`` and the like: no daemon listens on the socket."""
+    """``discod status`` and other commands that ask it: no daemon listens on the socket."""
+    CHECKS_FAILED = 4
+    """``discod doctor``: a check failed; with ``--strict``, or was a warning."""
     SCRATCH_MISSING = 10
     SCRATCH_NOT_A_DIRECTORY = 11
     SCRATCH_READ_ONLY = 12

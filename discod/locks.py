@@ -40,7 +40,7 @@ def lock_directory(path: Path) -> int:
             return fd
         except BlockingIOError:
             if time.monotonic() > deadline:
-                pid = _holder(fd)
+                pid = holder_of(fd)
                 os.close(fd)
                 raise Locked(pid) from None
             time.sleep(0.02)
@@ -49,8 +49,11 @@ def lock_directory(path: Path) -> int:
             raise
 
 
-def _holder(fd: int) -> int | None:
-    """The pid that /proc/locks shows for the flock on ``fd`` (proc_locks(5))."""
+def holder_of(fd: int) -> int | None:
+    """The pid that /proc/locks shows for the flock on a directory (proc_locks(5)).
+
+    None: nobody has it, or a process that is not visible from here.
+    """
     status = os.fstat(fd)
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with contextlib.suppress(OSError, ValueError):

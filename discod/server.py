@@ -42,11 +42,13 @@ from discod.logs import RateLimited
 from discod.loop import Loop, Timer
 from discod.notify import ServiceManager
 from discod.permits import Permits
+from discod.recorder import MOST_CALLS, Recorder
 from discod.router import MAX_REQUEST_BYTES, Router
 from discod.socket_dir import SocketDir
 from discod.status import Snapshot, Status, make_status, to_json
 from discod.storage import Directory
 from discod.tenant import Tenant, Who
+from discod.trace import Recorded
 from discod.trimming import Trimmer
 from discod.wire import PROTOCOL_VERSION
 from discod.wire.codec import WireError, decode, encode
@@ -106,14 +108,17 @@ class Server:
         self._record = WriteRecord(config.scratch, self._chores)
         self._writes = self._make_writes()
         engines: dict[int, Engine] = {}
+        calls = MOST_CALLS // len({directory.device for directory in directories})
         for directory in directories:
             if directory.device not in engines:
                 name = f"io-{len(engines)}"
                 engines[directory.device] = Engine(
-                    config.threads, config.chunk_bytes, self._loop.post, io, name
+                    *(config.threads, config.chunk_bytes, self._loop.post, io, name),
+                    Recorder(calls),
                 )
         self._engines = list(engines.values())
         self._devices = [Device(d, engines[d.device]) for d in directories]
+        self._recorded = Recorded(self._devices)
         self._outages = Outages(directories, self._loop)
         self._epoch = int.from_bytes(os.urandom(8), "big") >> 1
         self._draining = False
@@ -156,6 +161,7 @@ class Server:
             listener,
             self._welcome,
             self._status,
+            self._recorded.reply,
             self._make_tenant,
             self._clients_changed,
             self._io_connections.client_gone,
@@ -268,6 +274,7 @@ class Server:
             self._trimmer.idle,
             checksum.sample_step_bytes(self._config.chunk_bytes),
             self._writes,
+            self._recorded.waited,
         )
 
     def _make_writes(self) -> Writes:

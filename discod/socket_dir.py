@@ -50,7 +50,7 @@ class SocketDir:
             self._lock_fd = lock_directory(path)
             if made:
                 self._let_clients_in(self._lock_fd, (0o700, 0o710, 0o711))
-            self._check_owner()
+            check_directory(os.fstat(self._lock_fd))
             if passed is None:
                 for socket_path in (self.attach_path, self.io_path):
                     self._remove_stale(socket_path)
@@ -133,21 +133,22 @@ class SocketDir:
                 ) from error
         os.chmod(what, modes[min(len(self._gids), 2)])
 
-    def _check_owner(self) -> None:
-        status = os.fstat(self._lock_fd)
-        # In /tmp anyone can make the directory first, and would then own our sockets' names.
-        if status.st_uid not in (0, os.geteuid()):
-            raise OSError(errno.EPERM, f"it belongs to another user, uid {status.st_uid}")
-        # Others could put sockets of theirs in place of ours. Our own group is ours.
-        others = 0o002 if status.st_gid == os.getegid() else 0o022
-        if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
-            raise OSError(
-                errno.EPERM,
-                f"others may write to it, by its mode {status.st_mode & 0o7777:04o} (chmod go-w)",
-            )
-
     def _remove_stale(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(path.lstat().st_mode):
                 raise OSError(errno.EEXIST, f"{path.name} in it is not a socket")
             path.unlink()
+
+
+def check_directory(status: os.stat_result) -> None:
+    """Raise ``OSError`` when others could put sockets of theirs in place of ours."""
+    # In /tmp anyone can make the directory first, and would then own our sockets' names.
+    if status.st_uid not in (0, os.geteuid()):
+        raise OSError(errno.EPERM, f"it belongs to another user, uid {status.st_uid}")
+    # Our own group is ours.
+    others = 0o002 if status.st_gid == os.getegid() else 0o022
+    if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
+        raise OSError(
+            errno.EPERM,
+            f"others may write to it, by its mode {status.st_mode & 0o7777:04o} (chmod go-w)",
+        )

@@ -6,7 +6,6 @@ may come, none goes or changes.
 
 import json
 import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,20 +15,19 @@ from typing import Any
 
 from discod import __version__
 from discod.admission import Device
+from discod.asking import NoAnswer, conversation
 from discod.budget import Budget
 from discod.client_report import wait_seconds, waits
 from discod.config import Config
 from discod.tenant import Tenant, Who
 from discod.traffic import Traffic
-from discod.wire import PROTOCOL_VERSION
 from discod.wire.codec import MAX_TEXT_CHARS
 from discod.wire.fds import receive_message, send_message
-from discod.wire.messages import Hello, Refused, StatusReply, StatusRequest, WaitFor, Welcome
-from discod.wire.paths import socket_paths
+from discod.wire.messages import StatusReply, StatusRequest, WaitFor
 from discod.writes import Writes
 
-TIMEOUT_SECONDS = 3.0
-"""A daemon answers in a millisecond; a frozen one must not freeze the command."""
+NoStatus = NoAnswer
+"""There is no status to be had; the text says why."""
 
 COMMAND_CHARS = 80
 
@@ -54,10 +52,6 @@ class Snapshot:
         """The clients of ``status`` that count for a rank."""
         clients = zip(self.rank_names, self.status["clients"], strict=True)
         return [client for name, client in clients if name == rank]
-
-
-class NoStatus(Exception):
-    """There is no status to be had; the text says why."""
 
 
 def make_status(
@@ -181,25 +175,9 @@ def fetch_status(socket_dir: Path) -> str:
     """Ask the daemon.
 
     Raises:
-        NoStatus: None listens there, or it does not answer.
+        NoAnswer: None listens there, or it does not answer.
         SocketPathTooLong: The socket's path is over the limit.
     """
-    path, _ = socket_paths(socket_dir)
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.settimeout(TIMEOUT_SECONDS)
-            connection.connect(str(path))
-            send_message(connection, Hello(PROTOCOL_VERSION, __version__))
-            greeting, _ = receive_message(connection, Welcome, Refused)
-            if isinstance(greeting, Refused):
-                raise NoStatus(f"the daemon on {path} refuses: {greeting.text}")
-            send_message(connection, StatusRequest())
-            reply, _ = receive_message(connection, StatusReply)
-            return reply.json
-    except (FileNotFoundError, ConnectionRefusedError) as error:
-        raise NoStatus(
-            f"no discod daemon listens on {path} ({error.strerror}); start one with "
-            f"'discod --scratch DIR --socket-dir {path.parent}'"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise NoStatus(f"the daemon on {path} gives no status: {error}") from error
+    with conversation(socket_dir, "status") as (connection, _):
+        send_message(connection, StatusRequest())
+        return receive_message(connection, StatusReply)[0].json

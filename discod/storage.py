@@ -6,11 +6,8 @@ A file's growth and its share of the quota are in :mod:`discod.scratch_file`.
 import contextlib
 import errno
 import logging
-import mmap
 import os
-import re
 import stat
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,17 +18,18 @@ from discod.file_owner import NotTheOwner, check_owner, mark_owner
 from discod.health import DEVICE_ERRORS, Health
 from discod.io import Io
 from discod.locks import Locked, lock_directory
+from discod.probe import (
+    FILE_MODE,
+    FILE_PREFIX,
+    IN_RAM,
+    fs_type_of,
+    open_nameless,
+    write_and_read,
+)
 from discod.scratch_file import ScratchFile
 from discod.syscalls import stat_known
 from discod.wire import PAGE_BYTES
 
-FILE_PREFIX = ".discod-"
-"""Of files on file systems without O_TMPFILE, for the moment between making and unlinking."""
-
-FILE_MODE = 0o600
-
-_IN_RAM = ("tmpfs", "ramfs")
-_NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 _log = logging.getLogger(__name__)
@@ -65,7 +63,7 @@ class Directory:
         self._lock_fd = self._lock()
         try:
             self._remove_stale()
-            self.fs_type = _fs_type(path)
+            self.fs_type = fs_type_of(path)
             self.direct, self.device = self._probe()
             self.device_name = device_name(self.device)
         except OSError as error:
@@ -73,7 +71,7 @@ class Directory:
             raise self._unusable(error) from error
         way = "O_DIRECT" if self.direct else "buffered I/O, because O_DIRECT does not work on it"
         _log.info("scratch %s: %s, %s", path, self.fs_type, way)
-        if self.fs_type in _IN_RAM:
+        if self.fs_type in IN_RAM:
             _log.warning(
                 "scratch %s is on %s, which is memory: what is offloaded to it frees none; "
                 "choose a directory on a disk with --scratch (DISCOD_SCRATCH)",
@@ -107,7 +105,7 @@ class Directory:
         """
         fd = self._open_here()
         try:
-            _write_and_read(fd, self._io)
+            write_and_read(fd, self._io)
             if not self.direct:
                 self._io.write_back(fd, 0, PAGE_BYTES)
         except OSError as error:
@@ -231,22 +229,7 @@ class Directory:
                 _log.info("removed %s, left by a daemon that was killed", self.path / entry.name)
 
     def _open_new(self, direct: bool) -> int:
-        """A nameless file. Where O_TMPFILE works, nobody can give it a name either (O_EXCL)."""
-        flags = os.O_RDWR | (os.O_DIRECT if direct else 0)
-        try:
-            fd = self._io.open(self.path, flags | os.O_TMPFILE | os.O_EXCL, FILE_MODE)
-            os.fchmod(fd, FILE_MODE)  # whatever the umask is
-            return fd
-        except OSError as error:
-            if error.errno not in _NO_TMPFILE:
-                raise
-        named, name = tempfile.mkstemp(prefix=FILE_PREFIX, dir=self.path)
-        try:
-            os.fchmod(named, FILE_MODE)
-            os.unlink(name)
-            return self._io.open(f"/proc/self/fd/{named}", flags, 0)
-        finally:
-            os.close(named)
+        return open_nameless(self.path, self._io, direct)
 
     def _open_here(self) -> int:
         """A nameless file on the device that this directory was on at the start."""
@@ -262,7 +245,7 @@ class Directory:
         with contextlib.suppress(OSError):
             fd = self._open_new(direct=True)
             try:
-                _write_and_read(fd, self._io)
+                write_and_read(fd, self._io)
                 return True, os.fstat(fd).st_dev
             except OSError as error:
                 # A full disk says nothing about O_DIRECT, which could be opened.
@@ -275,29 +258,3 @@ class Directory:
             return False, os.fstat(fd).st_dev
         finally:
             os.close(fd)
-
-
-def _write_and_read(fd: int, io: Io) -> None:
-    with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
-        page[:] = wanted = b"discod" + bytes(PAGE_BYTES - 6)
-        if io.pwritev(fd, [view], 0) != PAGE_BYTES:
-            raise OSError(errno.EIO, "short write")
-        page[:] = bytes(PAGE_BYTES)
-        if io.preadv(fd, [view], 0) != PAGE_BYTES or page[:] != wanted:
-            raise OSError(errno.EIO, "short or wrong read")
-
-
-def _fs_type(path: Path) -> str:
-    """The type of the file system that ``path`` is on, as /proc/self/mountinfo has it.
-
-    By mount point: the device numbers there are not those of stat(2) for btrfs or overlayfs.
-    """
-    fs_type, longest = "unknown file system", -1
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        real = path.resolve()
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            mount_point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), line.split()[4])
-            # Of several on one point the last hides the others.
-            if real.is_relative_to(mount_point) and len(mount_point) >= longest:
-                fs_type, longest = line.split(" - ", 1)[1].split()[0], len(mount_point)
-    return fs_type

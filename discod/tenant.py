@@ -12,11 +12,12 @@ from functools import partial
 
 from discod import checksum
 from discod.bounds import Refusal, check_pages, check_range
-from discod.client_report import Told
+from discod.client_report import Told, WaitSpan, spans_of
 from discod.engine import Engine, Job
 from discod.failures import failed
 from discod.gpus import Gpus
 from discod.mapping import Mapping
+from discod.recorder import Source, source
 from discod.rings import Rings
 from discod.schedule import Priority
 from discod.scratch_file import ScratchFile
@@ -105,6 +106,7 @@ class Tenant:
         idle: Called when a file that is to be trimmed has nothing left to do.
         step_bytes: As for :func:`discod.checksum.take`.
         writes: Counts what goes to the disks, and may hold it up; None: nothing does.
+        waited: Called with the waits that the client reports.
 
     Attributes:
         traffic: What was written and read for it here.
@@ -124,6 +126,7 @@ class Tenant:
         idle: Callable[[File], None],
         step_bytes: int = checksum.SAMPLE_STEP_BYTES,
         writes: Writes | None = None,
+        waited: Callable[[Source, Sequence[WaitSpan]], None] = lambda source, spans: None,
     ) -> None:
         self.who = who
         self.arena_bytes = mapping.size_bytes
@@ -131,12 +134,14 @@ class Tenant:
         self.traffic = Traffic()
         self.attached_at = time.monotonic()
         self.told = Told(self.attached_at)
+        self._source = source(who.pid, who.rank)
         self._epoch = epoch
         self._mapping = mapping
         self._mode = mode
         self._step_bytes = step_bytes
         self._answer = answer
         self._idle = idle
+        self._waited = waited
         self._jobs: dict[int, tuple[Job, Engine]] = {}
         self._writes = writes or Writes()
         self._held: dict[int, tuple[Write, Held]] = {}
@@ -178,7 +183,9 @@ class Tenant:
                 case Ping():
                     self._done(request)
                 case Report():
+                    spans = spans_of(request)
                     self.told.take(request, time.monotonic())
+                    self._waited(self._source, spans)
                     self._done(request)
                 case OpenRing() | CloseRing() | CopyOut() | CopyIn():
                     self._check_seq(request.seq)
@@ -269,7 +276,8 @@ class Tenant:
     def _start(
         self, request: Write | Read, file: File, priority: Priority, work: WriteBlob | ReadBlob
     ) -> None:
-        job = Job(self, priority, request.length, work, partial(self._ended, request, file))
+        ended = partial(self._ended, request, file)
+        job = Job(self, priority, request.length, work, ended, self._source)
         self._jobs[request.seq] = job, file.engine
         file.busy += 1
         file.engine.submit(job)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from discod.chores import Chores
 from discod.logs import RateLimited
-from discod.storage import FILE_PREFIX
+from discod.probe import FILE_PREFIX
 from discod.window import Entry
 
 NAME = ".discod.written"

@@ -30,6 +30,7 @@ from disco_client.monitor import Monitor
 from disco_client.pace import Pace
 from disco_client.reporter import Reporter
 from disco_client.residency import Group, Residency
+from disco_client.spans import WAIT, profiling, record_function
 from disco_client.staging import POLL_SECONDS, NoUnits, Staging, Units
 from disco_client.stats import Stats, stats_of
 from disco_client.transfers import Transfers
@@ -203,12 +204,29 @@ class Session:
         Raises:
             DaemonLost: The daemon is gone, and so is the hope.
         """
+        outcome: tuple[_T | None, int] = self._monitor.change(self._attempt, attempt, args)
+        if outcome[0] is not None:
+            return outcome[0]
+        if profiling():
+            with record_function(WAIT):
+                return self._go_on(attempt, args, outcome[1], look, deadline)
+        return self._go_on(attempt, args, outcome[1], look, deadline)
+
+    def _go_on(
+        self,
+        attempt: Callable[..., _T | None],
+        args: Sequence[Any],
+        seen: int,
+        look: bool,
+        deadline: float,
+    ) -> _T:
+        """As :meth:`wait_for`, after an attempt that had seen so many changes."""
         while True:
+            self._monitor.pause(seen, time.monotonic() + POLL_SECONDS if look else deadline)
             outcome: tuple[_T | None, int] = self._monitor.change(self._attempt, attempt, args)
             value, seen = outcome
             if value is not None:
                 return value
-            self._monitor.pause(seen, time.monotonic() + POLL_SECONDS if look else deadline)
 
     def wait_or_tear(self, ended: Callable[[], bool]) -> None:
         """Until ``ended``, in the face of an error; if that fails, no further call is served.

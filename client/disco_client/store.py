@@ -15,6 +15,7 @@ from disco_client.interrupts import End
 from disco_client.lending import Loan
 from disco_client.residency import Group
 from disco_client.session import Session
+from disco_client.spans import LOAD, SAVE, profiling, record_function
 from disco_client.tensors import Layout, TensorSpec, copy_in, flatten, rebuild
 
 _T = TypeVar("_T")
@@ -62,6 +63,20 @@ class Store:
             UnsupportedCall: A CUDA graph is being captured.
             RoomError, DaemonLost: As :meth:`Session.save`.
         """
+        if profiling():
+            with record_function(SAVE):
+                return self._put(tensor, spec, group, owner, at_once, whole)
+        return self._put(tensor, spec, group, owner, at_once, whole)
+
+    def _put(
+        self,
+        tensor: torch.Tensor,
+        spec: TensorSpec,
+        group: Group,
+        owner: object,
+        at_once: bool,
+        whole: torch.Tensor | None,
+    ) -> tuple[int, End]:
         device = self._devices.of(spec.device)
         if device is None:
 
@@ -95,9 +110,15 @@ class Store:
             UnsupportedCall: A CUDA graph is being captured.
             BlobError, RoomError, DaemonLost: As :meth:`Session.load`.
         """
+        if profiling():
+            with record_function(LOAD):
+                return self._get(blob, spec, target)
+        return self._get(blob, spec, target)
+
+    def _get(self, blob: int, spec: TensorSpec, target: torch.device) -> torch.Tensor:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(mode=False):
-                return self.get(blob, spec, target)
+                return self._get(blob, spec, target)
         device = self._devices.of(target)
         if device is not None:
             target = self._devices.unit(target)

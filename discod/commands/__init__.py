@@ -11,6 +11,8 @@ import click
 SUMMARIES = {
     "status": "Show the daemon's scratch directories and clients.",
     "top": "Show the same live.",
+    "doctor": "Check whether this machine, and this user, can use discod.",
+    "trace": "Write the daemon's last I/O calls, and its clients' waits, as a trace.",
 }
 """What ``discod --help`` says of each; so that it need not load them all."""
 

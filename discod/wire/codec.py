@@ -15,12 +15,13 @@ from typing import Any, TypeVar, get_type_hints, overload
 
 import msgpack
 
-from discod.wire.messages import VERBS, Message
+from discod.wire.messages import VERBS, Message, Records
 
 MAX_MESSAGE_BYTES = 1 << 17
 """128 KiB: below the default send buffer of a unix socket, so that any packet can be sent whole."""
 MAX_TEXT_CHARS = 1 << 16
 MAX_BYTES_FIELD = 64
+MAX_RECORDS_BYTES = 96 << 10
 MAX_LIST_ITEMS = 256
 
 _MAX_INT = (1 << 63) - 1
@@ -45,6 +46,10 @@ def _check_bytes(value: object) -> bool:
     return type(value) is bytes and len(value) <= MAX_BYTES_FIELD
 
 
+def _check_records(value: object) -> bool:
+    return type(value) is bytes and len(value) <= MAX_RECORDS_BYTES
+
+
 def _check_bool(value: object) -> bool:
     return type(value) is bool
 
@@ -58,6 +63,7 @@ _CHECKS: dict[Any, Callable[[object], bool]] = {
     str: _check_str,
     bytes: _check_bytes,
     bool: _check_bool,
+    Records: _check_records,
     tuple[int, ...]: lambda value: _check_all(value, _check_int),
     tuple[str, ...]: lambda value: _check_all(value, _check_str),
     tuple[bytes, ...]: lambda value: _check_all(value, _check_bytes),

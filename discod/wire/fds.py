@@ -21,6 +21,7 @@ Close = Callable[[Iterable[int]], None]
 M = TypeVar("M", bound=Message)
 N = TypeVar("N", bound=Message)
 P = TypeVar("P", bound=Message)
+Q = TypeVar("Q", bound=Message)
 
 
 def close_all(fds: Iterable[int]) -> None:
@@ -52,6 +53,17 @@ def receive_message(
     *,
     close: Close = ...,
 ) -> tuple[M | N | P, list[int]]: ...
+@overload
+def receive_message(
+    connection: socket.socket,
+    one: type[M],
+    other: type[N],
+    third: type[P],
+    fourth: type[Q],
+    /,
+    *,
+    close: Close = ...,
+) -> tuple[M | N | P | Q, list[int]]: ...
 def receive_message(
     connection: socket.socket, /, *expected: type[Any], close: Close = close_all
 ) -> tuple[Any, list[int]]:

@@ -14,6 +14,7 @@ packet a message, some with fds:
    :class:`GiveUp` with its scratch fds, and close. It awaits no answer, and gets none.
 
 ``discod status`` sends :class:`StatusRequest` in place of step 2 and gets :class:`StatusReply`.
+``discod trace`` sends any number of :class:`TraceRequest`, and gets a :class:`TraceReply` to each.
 
 The *I/O* conversation runs over ZeroMQ (DEALER to ROUTER): every :data:`Request` has a ``seq`` of
 the client's and the daemon's ``epoch``, and gets exactly one :data:`Reply` with the same ``seq``.
@@ -27,8 +28,12 @@ again. A ring may be freed, and its events destroyed, only after :class:`CloseRi
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from typing import NewType
 
 IDENTITY_BYTES = 16
+
+Records = NewType("Records", bytes)
+"""Bytes of a larger size than those of other fields."""
 
 
 class Failure(StrEnum):
@@ -148,6 +153,34 @@ class StatusReply:
     """Daemon: its status, as JSON text in the form that ``discod status --json`` prints."""
 
     json: str
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """Client: ask for what was recorded, instead of attaching.
+
+    ``ring``: 0 for the waits of clients, from 1 on for the I/O calls of a device. ``first``: from
+    this record on, or from the oldest that is kept.
+    """
+
+    ring: int
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class TraceReply:
+    """Daemon: some of the records, as :mod:`discod.recorder` packs them.
+
+    ``first`` is the number of the first; ``end`` how many were ever recorded, so that a record
+    with this number is yet to come. ``devices`` are named for people, in the order of their rings.
+    ``realtime_ns`` is what to add to a time of ``CLOCK_MONOTONIC`` for one of ``CLOCK_REALTIME``.
+    """
+
+    first: int
+    end: int
+    records: Records
+    devices: tuple[str, ...]
+    realtime_ns: int
 
 
 # The I/O conversation: requests.
@@ -352,7 +385,7 @@ Request = Write | Read | Promote | Cancel | Trim | Ping | Report | RingRequest
 Reply = Done | Failed
 Message = (
     (Hello | Welcome | Attach | Attached | Refused | Detach | GiveUp)
-    | (StatusRequest | StatusReply)
+    | (StatusRequest | StatusReply | TraceRequest | TraceReply)
     | (Request | Reply)
 )
 
@@ -366,6 +399,8 @@ VERBS: dict[int, type[Message]] = {
     7: StatusReply,
     8: Detach,
     9: GiveUp,
+    10: TraceRequest,
+    11: TraceReply,
     16: Write,
     17: Read,
     18: Promote,

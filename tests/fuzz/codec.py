@@ -8,12 +8,13 @@ import msgpack
 from discod.wire.codec import (
     MAX_BYTES_FIELD,
     MAX_LIST_ITEMS,
+    MAX_RECORDS_BYTES,
     MAX_TEXT_CHARS,
     WireError,
     decode,
     encode,
 )
-from discod.wire.messages import VERBS
+from discod.wire.messages import VERBS, Records
 from tests.fuzz.source import Source
 
 CLASSES = tuple(VERBS.values())
@@ -69,6 +70,8 @@ def is_within(kind: Any, value: object) -> bool:
         return isinstance(value, str) and len(value) <= MAX_TEXT_CHARS
     if kind is bytes:
         return isinstance(value, bytes) and len(value) <= MAX_BYTES_FIELD
+    if kind is Records:
+        return isinstance(value, bytes) and len(value) <= MAX_RECORDS_BYTES
     item = typing.get_args(kind)[0]
     return (
         isinstance(value, tuple)
@@ -85,7 +88,7 @@ def plain(kind: Any, source: Source) -> object:
         return bool(source.number() % 2)
     if kind is str:
         return source.block().decode("latin-1")
-    if kind is bytes:
+    if kind in (bytes, Records):
         return source.block()
     item = typing.get_args(kind)[0]
     return [plain(item, source) for _ in range(source.number() % 5)]

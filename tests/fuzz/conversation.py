@@ -14,7 +14,18 @@ from discod.loop import Loop
 from discod.permits import Permits
 from discod.wire import PROTOCOL_VERSION
 from discod.wire.codec import encode
-from discod.wire.messages import Attach, GiveUp, Hello, Message, Ping, StatusRequest, Welcome
+from discod.wire.messages import (
+    Attach,
+    GiveUp,
+    Hello,
+    Message,
+    Ping,
+    Records,
+    StatusRequest,
+    TraceReply,
+    TraceRequest,
+    Welcome,
+)
 from tests.fuzz.source import Source
 
 MESSAGES: tuple[Message, ...] = (
@@ -25,6 +36,8 @@ MESSAGES: tuple[Message, ...] = (
     StatusRequest(),
     GiveUp(),
     Ping(1, 1),
+    TraceRequest(0, 0),
+    TraceRequest(1 << 40, -1),
 )
 PACKETS = tuple(map(encode, MESSAGES))
 MOST_PACKETS = 6
@@ -69,6 +82,9 @@ class Server:
         """Nobody has anything."""
         for fd in fds:
             os.close(fd)
+
+    def trace(self, request: TraceRequest) -> TraceReply:
+        return TraceReply(0, 0, Records(b""), ("/s",), 1)
 
     def attach(self, handshake: Handshake, attach: Attach, fds: list[int]) -> None:
         self.attaches += 1

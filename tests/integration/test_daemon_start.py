@@ -69,6 +69,7 @@ def test_exit_codes_never_change() -> None:
         "CRASHED": 1,
         "USAGE": 2,
         "NO_DAEMON": 3,
+        "CHECKS_FAILED": 4,
         "SCRATCH_MISSING": 10,
         "SCRATCH_NOT_A_DIRECTORY": 11,
         "SCRATCH_READ_ONLY": 12,

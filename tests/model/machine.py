@@ -13,6 +13,7 @@ from typing import Any
 from discod.admission import Admitted
 from discod.engine import Engine, Job
 from discod.loop import Timer
+from discod.recorder import Recorder
 from discod.schedule import Schedule
 from discod.transfer import Io, ReadBlob, WriteBlob
 
@@ -158,6 +159,7 @@ class SteppedEngine(Engine):
         post: Callable[[Step], None],
         io: Io | None = None,
         name: str = "",
+        recorder: Recorder | None = None,
     ) -> None:
         self._schedule = Schedule(threads, chunk_bytes)
         self._post = post
@@ -170,6 +172,7 @@ class SteppedEngine(Engine):
         self._held_bytes = 0
         self._chunk_bytes = chunk_bytes
         self._threads = []
+        self._recorder = recorder or Recorder(1)
         self._most = threads
         self.running: list[tuple[list[Job], int, int, list[bytes]]] = []
         self.violations: list[str] = []
@@ -200,9 +203,9 @@ class SteppedEngine(Engine):
         jobs, start, length, before = self.running.pop(index)
         self._check(jobs, start, before)
         if len(jobs) > 1:
-            self._run_joined(jobs)
+            self._run_joined(jobs, 0)
         else:
-            self._run(jobs[0], start, length)
+            self._run(jobs[0], start, length, 0)
 
     def end_of_process(self, chance: random.Random) -> None:
         """The process dies: each piece in flight is done whole, in part, or not at all."""

@@ -6,6 +6,7 @@ import itertools
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from discod.budget import Budget
 from discod.checksum import Mode
 from discod.engine import Cancelled, Engine, EngineFailed, Job
 from discod.io import Io
+from discod.recorder import Recorder, Source, unpack
 from discod.schedule import Priority
 from discod.scratch_file import ScratchFile
 from discod.transfer import Corrupt, ReadBlob, WriteBlob
@@ -37,8 +39,10 @@ class Bench:
         for callback in callbacks:
             callback()
 
-    def engine(self, io: Io | None = None, threads: int = 3) -> Engine:
-        engine = Engine(threads, CHUNK, post=self.post, io=io)
+    def engine(
+        self, io: Io | None = None, threads: int = 3, recorder: Recorder | None = None
+    ) -> Engine:
+        engine = Engine(threads, CHUNK, post=self.post, io=io, recorder=recorder)
         self.engines.append(engine)
         return engine
 
@@ -136,6 +140,44 @@ def test_write_and_read(bench: Bench) -> None:
     read = bench.run(engine, bench.job(back, offset=PAGE_BYTES, token=write.result))
     assert read.error is None
     assert back == data
+
+
+def test_calls_are_recorded(bench: Bench) -> None:
+    """``discod trace`` would show other calls than those that were made, or a failure as done."""
+
+    def pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if len(buffers) > 1 or offset >= 8 * CHUNK:
+            raise OSError(errno.ENOSPC, "full")
+        return os.pwritev(fd, buffers, offset)
+
+    recorder = Recorder(100)
+    engine = bench.engine(Io(pwritev=pwritev), recorder=recorder)
+    began_ns = time.monotonic_ns()
+    write = bench.run(engine, bench.job(bytearray(2 * CHUNK)))
+    bench.run(engine, bench.job(bytearray(2 * CHUNK), token=write.result))
+    bench.run(engine, bench.job(bytearray(PAGE_BYTES), offset=8 * CHUNK))
+    engine.hold()
+    joined = [bench.job(bytearray(PAGE_BYTES), offset=i * PAGE_BYTES) for i in range(2)]
+    for job in joined:
+        job.source = Source(7, 2)
+        engine.submit(job)
+    engine.let_go()
+    bench.wait(*joined)
+    first, packed, end = engine.calls(0)
+    records = list(unpack(packed))
+    assert (first, end) == (0, len(records))
+    for record in records:
+        assert began_ns <= record.queued_ns <= record.began_ns <= record.ended_ns
+    assert [(r.kind, r.length, r.blobs, r.outcome, r.pid) for r in records] == [
+        (Priority.WRITE, CHUNK, 1, 0, 0),
+        (Priority.WRITE, CHUNK, 1, 0, 0),
+        (Priority.URGENT, CHUNK, 1, 0, 0),
+        (Priority.URGENT, CHUNK, 1, 0, 0),
+        (Priority.WRITE, PAGE_BYTES, 1, errno.ENOSPC, 0),
+        (Priority.WRITE, 2 * PAGE_BYTES, 2, errno.ENOSPC, 7),
+        (Priority.WRITE, PAGE_BYTES, 1, 0, 7),
+        (Priority.WRITE, PAGE_BYTES, 1, 0, 7),
+    ]
 
 
 def test_corrupt_data_is_noticed(bench: Bench) -> None:

@@ -60,6 +60,7 @@ RULES = (
             "discod.gpu",
             "discod.gpu_client",
             "discod.gpu_arena",
+            "discod.checkup.gpu",
             "disco_client.cuda",
             "disco_client.pinning",
             "disco_client.ipc",

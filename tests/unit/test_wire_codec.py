@@ -13,6 +13,7 @@ from discod.wire.codec import (
     MAX_BYTES_FIELD,
     MAX_LIST_ITEMS,
     MAX_MESSAGE_BYTES,
+    MAX_RECORDS_BYTES,
     MAX_TEXT_CHARS,
     WireError,
     decode,
@@ -25,8 +26,10 @@ from discod.wire.messages import (
     Message,
     OpenRing,
     Ping,
+    Records,
     Report,
     StatusReply,
+    TraceReply,
     Welcome,
     Write,
 )
@@ -35,6 +38,7 @@ FIELDS = {
     int: st.integers(-1, 2**63 - 1),
     str: st.text(max_size=200),
     bytes: st.binary(max_size=MAX_BYTES_FIELD),
+    Records: st.binary(max_size=500),
     bool: st.booleans(),
     tuple[int, ...]: st.lists(st.integers(-1, 2**63 - 1), max_size=10).map(tuple),
     tuple[str, ...]: st.lists(st.text(max_size=50), max_size=10).map(tuple),
@@ -57,6 +61,7 @@ ANYTHING = st.recursive(
     max_leaves=20,
 )
 OPEN_RING = OpenRing(1, 2, 0, bytes(16), bytes(64), 4096, (bytes(64),) * MAX_LIST_ITEMS)
+TRACE = TraceReply(0, 1, Records(bytes(MAX_RECORDS_BYTES)), ("/nvme",), 1)
 REPORT = Report(1, 2, *[0] * 10, spans=(0, 1, 2))
 WRITE = Write(seq=1, epoch=2, file=0, offset=0, slot=0, length=4096)
 
@@ -114,6 +119,8 @@ def test_a_changed_field_is_checked(message: Message, data: st.DataObject) -> No
         (Welcome(1, "", 1, 1, 1, 1, 1, ()), {"directories": "abc"}),
         (Welcome(1, "", 1, 1, 1, 1, 1, ()), {"directories": [1]}),
         (Welcome(1, "", 1, 1, 1, 1, 1, ()), {"directories": ["x"] * (MAX_LIST_ITEMS + 1)}),
+        (TRACE, {"records": "x"}),
+        (TRACE, {"records": b"x" * (MAX_RECORDS_BYTES + 1)}),
         (OPEN_RING, {"events": b"x"}),
         (OPEN_RING, {"events": ["x"]}),
         (OPEN_RING, {"events": [b"x" * (MAX_BYTES_FIELD + 1)]}),
@@ -161,6 +168,8 @@ def test_verb_ids_never_change() -> None:
         7: "StatusReply",
         8: "Detach",
         9: "GiveUp",
+        10: "TraceRequest",
+        11: "TraceReply",
         16: "Write",
         17: "Read",
         18: "Promote",
