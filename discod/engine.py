@@ -12,9 +12,9 @@ threads, or none, would go on as if nothing were wrong, and trainers wait for ev
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from time import monotonic_ns
 from typing import Any, Protocol
 
 from discod.io import Io
@@ -97,7 +97,7 @@ class Job(Entry):
         self.work = work
         self.done = done
         self.source = source
-        self.queued_ns = monotonic_ns()
+        self.queued_ns = time.monotonic_ns()
         self.error: BaseException | None = None
         self.result = b""
 
@@ -314,12 +314,12 @@ class Engine:
     def _run(self, job: Job, start: int, length: int, thread: int) -> None:
         error: BaseException | None = None
         kind = job.priority  # which may be promoted while it runs
-        began_ns = monotonic_ns()
+        began_ns = time.monotonic_ns()
         try:
             job.work.run(self._io, start, length)
         except BaseException as failure:  # noqa: BLE001  any failure is the job's alone
             error = failure
-        ended_ns = monotonic_ns()
+        ended_ns = time.monotonic_ns()
         with self._lock:
             self._recorder.call(
                 kind, thread, job.source, length, 1, job.queued_ns, began_ns, ended_ns, error
@@ -333,12 +333,12 @@ class Engine:
         leader = jobs[0]
         kind, length = leader.priority, sum(job.size_bytes for job in jobs)
         error: BaseException | None = None
-        began_ns = monotonic_ns()
+        began_ns = time.monotonic_ns()
         try:
             leader.work.run_with(self._io, [job.work for job in jobs[1:]])
         except BaseException as failure:  # noqa: BLE001  whose failure it is, is found out now
             error = failure.with_traceback(None)  # which would keep the jobs
-        times = leader.queued_ns, began_ns, monotonic_ns()
+        times = leader.queued_ns, began_ns, time.monotonic_ns()
         with self._lock:
             self._recorder.call(kind, thread, leader.source, length, len(jobs), *times, error)
             if error is None:

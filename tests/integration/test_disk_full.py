@@ -291,7 +291,8 @@ def test_clients_that_die_leave_no_byte(disk: SmallDisk) -> None:
             for i in range(1 + number % 3)
         ]
         if number % 2:
-            assert all(isinstance(client.answer(seq), Done) for seq in seqs)
+            answers = [client.answer(seq) for seq in seqs]
+            assert all(isinstance(answer, Done) for answer in answers), answers
         client.close()
     eventually(lambda: disk.daemon.status()["clients"] == [])
     disk.assert_empty()

@@ -93,7 +93,8 @@ def cycle_of(outcome: Outcome, rates: Rates, saved_bytes: int) -> Cycle:
 def test_the_arena_that_is_named_removes_the_wait(trace: Trace, gigabytes: float) -> None:
     """The user would give memory away, and wait as before.
 
-    Not to the last moment: what is under way when the wait begins counts too.
+    Not to the last moment: the pieces that are under way when the wait begins, of up to 16 MiB,
+    count too.
     """
     rates = Rates(gigabytes * 1e9, gigabytes * 1e9)
     before = play(trace, Residency(trace.capacity_bytes, files=1), rates)[-1]
@@ -103,7 +104,7 @@ def test_the_arena_that_is_named_removes_the_wait(trace: Trace, gigabytes: float
     larger = cycle.arena_bytes(trace.capacity_bytes) // (1 << 20) * (1 << 20)
     assert trace.capacity_bytes < larger <= saved_bytes
     after = play(trace, Residency(larger, files=1), rates)[-1]
-    assert after.waited_seconds < 0.2 * before.waited_seconds
+    assert after.waited_seconds < 0.25 * before.waited_seconds
 
 
 def test_a_session_says_it_once_for_the_process(
