@@ -285,6 +285,8 @@ def test_clients_that_die_leave_no_byte(disk: SmallDisk) -> None:
     """Each killed trainer would take a little of the disk with it, until nothing starts."""
     fds = disk.fds()
     for number in range(ROUNDS):
+        if number % 2:  # whose writes must have room: the one before is gone, and what it had
+            eventually(lambda: disk.daemon.status()["clients"] == [])
         client = RawClient(disk.daemon.socket_dir, arena_bytes=MIB)
         seqs = [
             client.send(Write, file=0, offset=i * MIB, slot=0, length=MIB)
@@ -297,4 +299,5 @@ def test_clients_that_die_leave_no_byte(disk: SmallDisk) -> None:
     eventually(lambda: disk.daemon.status()["clients"] == [])
     disk.assert_empty()
     assert disk.daemon.status()["ram_used_bytes"] == 0
-    eventually(lambda: disk.fds() == fds, what="the end of all connections")
+    # At the beginning a connection that asked for the status may still have been there.
+    eventually(lambda: disk.fds() <= fds, what="the end of all connections")
